@@ -95,7 +95,7 @@ def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunct
     if not functions:
         return config
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"rewards: a {type(config).__name__} has none; pass the configuration of a generator")
+        raise ConfigError(f"rewards: a {type(config).__name__} has none; pass the configuration of a generator [TM771]")
     added = {name: RewardConfig(FunctionReward(register_function(each))) for name, each in functions.items()}
     return replace(config, rewards={**config.rewards, **added})
 
@@ -129,7 +129,7 @@ def train(
     console = console or Console(stderr=True)
     if isinstance(run_or_config, AnyRun):
         if resume or init_from or tiny or rewards:
-            raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run")
+            raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run [TM772]")
         train_built_run(run_or_config, allow_change, console, observe)
     else:
         run_training(
@@ -264,6 +264,7 @@ def register_model(name: str) -> Callable[[C], C]:
         raise ConfigError(
             f"model '{name:.60}': {cls.__name__} is no ModelSpec, AutoencoderSpec or nn.Module with a classmethod "
             "from_config; derive it from one of them"
+            " [TM773]"
         )
 
     return register
@@ -292,7 +293,7 @@ class VAETrainer:
     def __init__(self, model: nn.Module, config: AnyConfig, device: str = "auto") -> None:
         if not isinstance(config, AutoencoderRunConfig):
             raise ConfigError(
-                f"VAETrainer trains autoencoders, found a {type(config).__name__}; use `tastemaker train`"
+                f"VAETrainer trains autoencoders, found a {type(config).__name__}; use `tastemaker train` [TM774]"
             )
         engine = build_component(EngineConfig, {**to_plain(config.engine, EngineConfig), "device": device}, "engine")
         self.model, self.config = model, replace(config, engine=engine)
@@ -386,7 +387,7 @@ class LoaderDataset(Dataset):
                 yield as_rgb(batch)
             if count == before:
                 problem = f"ended after {count} batches" if count else "has no batches"
-                raise ConfigError(f"the loader {problem}; pass one that can be iterated more than once")
+                raise ConfigError(f"the loader {problem}; pass one that can be iterated more than once [TM775]")
 
 
 def as_images(pixels: Tensor) -> ImageBatch:
@@ -400,11 +401,14 @@ def as_rgb(batch: Any) -> Tensor:
     pixels = pixels[0] if isinstance(pixels, tuple | list) else pixels
     if not isinstance(pixels, Tensor) or pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or not len(pixels):
         kind = f"of shape {list(pixels.shape)}" if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
-        raise ConfigError(f"the loader's batch is {kind}; expected pixels [B, C, H, W] with one or three channels")
+        raise ConfigError(
+            f"the loader's batch is {kind}; expected pixels [B, C, H, W] with one or three channels [TM776]"
+        )
     pixels = pixels.detach().float().cpu()
     low, high = float(pixels.min()), float(pixels.max())
     if low < 0 or high > 1:
         raise ConfigError(
             f"the loader's pixels are between {low:.3g} and {high:.3g}; expected 0 to 1 (from -1 to 1: x / 2 + 0.5)"
+            " [TM777]"
         )
     return pixels.expand(-1, 3, -1, -1)

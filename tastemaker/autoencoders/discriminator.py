@@ -160,5 +160,6 @@ def build_adaptive_weight(net: nn.Module) -> AdaptiveWeight:
         raise ConfigError(
             f"discriminator.adaptive_weight: {type(net).__name__} has no `last_layer`; set it to false, or derive the "
             "network from AutoencoderNet and define `last_layer`"
+            " [TM550]"
         )
     return AdaptiveWeight(layer)

@@ -42,7 +42,9 @@ class LPIPSDistance(nn.Module):
     def forward(self, pixels: Tensor, others: Tensor) -> Tensor:
         if min(pixels.shape[-2:]) < MIN_SIZE:
             height, width = pixels.shape[-2:]
-            raise ValueError(f"LPIPS got images of {height}x{width} pixels; expected {MIN_SIZE} per side or more")
+            raise ValueError(
+                f"LPIPS got images of {height}x{width} pixels; expected {MIN_SIZE} per side or more [TM551]"
+            )
         count = len(pixels)
         features = self.block_features(torch.cat([pixels, others]))
         differences = [(x[:count] - x[count:]).square() for x in features]
@@ -113,7 +115,7 @@ def _find_heads(name: str) -> Path:
     if name:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(f"no LPIPS weights at '{name:.200}'; expected `vgg.pth` of the package lpips")
+            raise ConfigError(f"no LPIPS weights at '{name:.200}'; expected `vgg.pth` of the package lpips [TM552]")
         return path
     package = importlib.util.find_spec("lpips")  # not imported, because that needs torchvision
     for folder in (package.submodule_search_locations or ()) if package else ():
@@ -123,4 +125,5 @@ def _find_heads(name: str) -> Path:
     raise ConfigError(
         "LPIPS needs its own weights beside those of VGG16, and they were not found; run "
         "`pip install --no-deps lpips==0.1.4`, or give the path of its weights/v0.1/vgg.pth as `heads`"
+        " [TM553]"
     )

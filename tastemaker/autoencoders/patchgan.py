@@ -41,6 +41,7 @@ class PatchGANDiscriminator(nn.Module):
             raise ConfigError(
                 f"the discriminator got images of {height}x{width} pixels and needs {self.min_size} per side; "
                 "lower discriminator.num_layers"
+                " [TM554]"
             )
         out: Tensor = self.main(2 * pixels - 1)
         return out.float()
@@ -66,7 +67,9 @@ def _initialize(module: nn.Module) -> None:
 def load_discriminator(net: PatchGANDiscriminator, path: Path) -> None:
     """Load weights from a checkpoint of LlamaGen, which holds the tokenizer too, of explainingai, or of our own."""
     if not path.is_file():
-        raise ConfigError(f"discriminator.weights: found no file at '{path!s:.200}'; expected discriminator weights")
+        raise ConfigError(
+            f"discriminator.weights: found no file at '{path!s:.200}'; expected discriminator weights [TM555]"
+        )
     checkpoint = None if path.suffix == ".safetensors" else load_pickle(path)
     nested = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, Mapping) else None
     if isinstance(nested, Mapping):

@@ -232,6 +232,7 @@ def check_outputs(outputs: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     raise ConfigError(
         f"autoencoder: for images {list(pixels.shape)} the network returns {' and '.join(map(str, shapes))}; expected "
         f"reconstructions of that shape and a further loss, a scalar or [{len(pixels)}]; zeros if it has none"
+        " [TM556]"
     )
 
 

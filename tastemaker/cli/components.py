@@ -39,11 +39,13 @@ def list_(
     from ..config import catalog
 
     if kind not in KINDS:
-        raise ConfigError(f"list: there is no kind '{kind:.60}'{suggest_name(kind, KINDS)}")
+        raise ConfigError(f"list: there is no kind '{kind:.60}'{suggest_name(kind, KINDS)} [TM067]")
     rows, filters = catalog.component_rows(kind), {"objective": objective, "model": model, "device": device or ""}
     if any(filters.values()):
         if kind != "recipes":
-            raise ConfigError(f"list {kind}: --objective, --model and --device select recipes; use `list recipes`")
+            raise ConfigError(
+                f"list {kind}: --objective, --model and --device select recipes; use `list recipes` [TM068]"
+            )
         rows = catalog.select_recipes(rows, **filters)
     console = Console()
     if as_json:

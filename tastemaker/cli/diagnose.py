@@ -128,7 +128,9 @@ def plan(
     tflops, tbps = tflops or (preset.tflops if preset else 540.0), tbps or (preset.tbps if preset else 4.3)
     config = load_any_config(recipe, merge_overrides(overrides))
     if isinstance(config, JudgeRunConfig):
-        raise ConfigError("plan: the recipe trains a judge, whose size is not known; run `tastemaker train` instead")
+        raise ConfigError(
+            "plan: the recipe trains a judge, whose size is not known; run `tastemaker train` instead [TM071]"
+        )
     engine, precision = resolve_for_planning(config.engine)
     config, console = replace(config, engine=engine), Console()
     is_autoencoder = isinstance(config, AutoencoderRunConfig)

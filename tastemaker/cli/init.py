@@ -37,7 +37,9 @@ def init(
     existing = [str(path) for path in made.files if path.exists()]
     if existing and not force:
         if not interactive:
-            raise ConfigError(f"{', '.join(existing)} exists already; choose another --out, or overwrite with --force")
+            raise ConfigError(
+                f"{', '.join(existing)} exists already; choose another --out, or overwrite with --force [TM072]"
+            )
         typer.confirm(f"{', '.join(existing)} exists already. Overwrite?", abort=True)
     made.write()
     for path in made.files:

@@ -54,7 +54,7 @@ def check_model_process(config: RunConfig, world_size: int) -> str | None:
         return None
     expected = registered_name(model.process_type)
     names = component_name(process), component_name(model)
-    return f"process.type: '{names[0]}' does not fit the model '{names[1]}'; set process.type={expected}"
+    return f"process.type: '{names[0]}' does not fit the model '{names[1]}'; set process.type={expected} [TM780]"
 
 
 def check_objective_process(config: RunConfig, world_size: int) -> str | None:
@@ -62,14 +62,14 @@ def check_objective_process(config: RunConfig, world_size: int) -> str | None:
     if isinstance(process, objective.needs):
         return None
     names = component_name(objective), registered_name(objective.needs), component_name(process)
-    return f"objective: '{names[0]}' needs the process '{names[1]}', got '{names[2]}'; choose another objective"
+    return f"objective: '{names[0]}' needs the process '{names[1]}', got '{names[2]}'; choose another objective [TM781]"
 
 
 def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
     if not config.objective.needs_stochastic or config.process.stochastic:
         return None
     name, advice = component_name(config.objective), "flow_sde, or ddim with eta above 0"
-    return f"process.dynamics: '{name}' needs a stochastic sampler, got a deterministic one; choose {advice}"
+    return f"process.dynamics: '{name}' needs a stochastic sampler, got a deterministic one; choose {advice} [TM782]"
 
 
 def check_objective_data(config: RunConfig, world_size: int) -> str | None:
@@ -79,7 +79,7 @@ def check_objective_data(config: RunConfig, world_size: int) -> str | None:
     needs, yields = (BATCH_NAMES.get(kind, kind.__name__) for kind in (expected, batch_type))
     names = component_name(config.objective), component_name(config.data)
     advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
-    return f"data: '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice}"
+    return f"data: '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
 
 
 def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
@@ -91,6 +91,7 @@ def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
     return (
         f"rewards: '{name}' back-propagates through the rewards, but {quote(blocked)} {are} not differentiable; "
         "set the weight to 0, or use grpo"
+        " [TM784]"
     )
 
 
@@ -99,7 +100,7 @@ def check_rewards_exist(config: RunConfig, world_size: int) -> str | None:
         return None
     state = "all of them have weight 0" if config.rewards else "there are none"
     name = component_name(config.objective)
-    return f"rewards: '{name}' trains on rewards, but {state}; add one, for example rewards.color.type=color"
+    return f"rewards: '{name}' trains on rewards, but {state}; add one, for example rewards.color.type=color [TM785]"
 
 
 def check_video_rewards(config: RunConfig, world_size: int) -> str | None:
@@ -107,7 +108,7 @@ def check_video_rewards(config: RunConfig, world_size: int) -> str | None:
     if config.model.frames > 1 or not rewards:
         return None
     read, name = "reads" if len(rewards) == 1 else "read", component_name(config.model)
-    return f"rewards: {quote(rewards)} {read} motion, but '{name}' generates images; remove from rewards"
+    return f"rewards: {quote(rewards)} {read} motion, but '{name}' generates images; remove from rewards [TM786]"
 
 
 def check_num_frames(config: RunConfig, world_size: int) -> str | None:
@@ -118,6 +119,7 @@ def check_num_frames(config: RunConfig, world_size: int) -> str | None:
     return (
         f"data.num_frames: '{names[0]}' has {data.num_frames}, but '{names[1]}' generates {frames}; "
         f"set data.num_frames={frames}"
+        " [TM787]"
     )
 
 
@@ -129,7 +131,10 @@ def check_initial_image(config: RunConfig, world_size: int) -> str | None:
     if isinstance(first, PromptBatch) and first.metadata[0].get("image") is not None:
         return None
     name = component_name(model)
-    return f"model.image: '{name}' continues an image, but the first prompt has none; set it, or give each prompt one"
+    return (
+        f"model.image: '{name}' continues an image, but the first prompt has none; set it, or give each prompt one"
+        " [TM788]"
+    )
 
 
 def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
@@ -138,7 +143,9 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
         return None
     steps = process.num_steps
     if objective.gradient_mode == "last_steps" and objective.last_steps > steps:
-        return f"objective.last_steps: {objective.last_steps} of a sampler with {steps} steps; set at most {steps}"
+        return (
+            f"objective.last_steps: {objective.last_steps} of a sampler with {steps} steps; set at most {steps} [TM789]"
+        )
     try:
         objective.first_step(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), steps)
     except ValueError as error:
@@ -160,6 +167,7 @@ def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
     return (
         f"objective.frames: '{objective.frames}' decodes one frame per video, but {quote(rewards)} needs several; "
         "choose all, alt or fml"
+        " [TM790]"
     )
 
 
@@ -172,6 +180,7 @@ def check_truncated_sampling(config: RunConfig, world_size: int) -> str | None:
     return (
         f"process: top_k is {process.top_k} and top_p is {process.top_p}, but the objective trains log-probabilities; "
         "a token outside of top_k or top_p would have probability 0 after an update; set top_k=0 and top_p=1"
+        " [TM791]"
     )
 
 
@@ -185,6 +194,7 @@ def check_dropout(config: RunConfig, world_size: int) -> str | None:
     return (
         f"{section}.dropout: {rates[section]}, but the objective trains log-probabilities, and samples are drawn "
         f"without dropout; set {section}.dropout=0"
+        " [TM792]"
     )
 
 
@@ -192,10 +202,12 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
     prompts, minibatches = config.batch.prompts, config.batch.minibatches
     ranks = data_parallel_size(config, world_size)
     if prompts % ranks:
-        return f"batch.prompts: {prompts} is not divisible by {ranks} ranks; choose a multiple of {ranks}"
+        return f"batch.prompts: {prompts} is not divisible by {ranks} ranks; choose a multiple of {ranks} [TM793]"
     if prompts // ranks % minibatches:
         advice = f"choose batch.prompts as a multiple of {ranks * minibatches}"
-        return f"batch.minibatches: {prompts // ranks} prompts per rank do not divide by {minibatches}; {advice}"
+        return (
+            f"batch.minibatches: {prompts // ranks} prompts per rank do not divide by {minibatches}; {advice} [TM794]"
+        )
     return None
 
 
@@ -206,6 +218,7 @@ def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
     return (
         f"engine.hsdp_replicas: {world_size} ranks do not divide into {replicas} replicas; "
         f"start a multiple of {replicas} ranks with torchrun"
+        " [TM795]"
     )
 
 
@@ -216,6 +229,7 @@ def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
     return (
         f"engine.context_parallel: {world_size} ranks do not divide into groups of {size}; "
         f"start a multiple of {size} ranks with torchrun, or change it"
+        " [TM796]"
     )
 
 
@@ -229,12 +243,14 @@ def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
     conflicts = [name for name, active in settings.items() if active]
     if not engine.cuda_graphs or not conflicts:
         return None
-    return f"engine.cuda_graphs: cannot be combined with engine.{conflicts[0]}; remove one of them"
+    return f"engine.cuda_graphs: cannot be combined with engine.{conflicts[0]}; remove one of them [TM797]"
 
 
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
     if config.sample.weights == "ema" and config.ema_decay == 0:
-        return "sample.weights: 'ema', but no EMA is kept; set ema_decay, for example 0.99, or sample.weights=live"
+        return (
+            "sample.weights: 'ema', but no EMA is kept; set ema_decay, for example 0.99, or sample.weights=live [TM798]"
+        )
     return None
 
 
@@ -242,7 +258,9 @@ def check_sample_size(config: RunConfig, world_size: int) -> str | None:
     sample, model = config.sample, config.model
     size = {key: side for key, side in (("height", sample.height), ("width", sample.width)) if side}
     if not {*size} <= settings_of(model).keys():
-        return f"sample.{next(iter(size))}: '{component_name(model)}' generates images of one size only; remove it"
+        return (
+            f"sample.{next(iter(size))}: '{component_name(model)}' generates images of one size only; remove it [TM799]"
+        )
     try:
         build_component(ModelSpec, {**to_plain(model, None), **size}, "sample") if size else None
     except ConfigError as error:
@@ -261,7 +279,7 @@ def check_sample_steps(config: RunConfig, world_size: int) -> str | None:
 def check_data_files(config: AnyConfig, world_size: int) -> str | None:
     for key, path in settings_of(config.data).items():
         if isinstance(path, Path) and not os.path.exists(path):
-            return f"data.{key}: there is no {str(path)!r:.200}; paths are relative to the current directory"
+            return f"data.{key}: there is no {str(path)!r:.200}; paths are relative to the current directory [TM800]"
     return None
 
 
@@ -271,6 +289,7 @@ def check_autoencoder_samples(config: AutoencoderRunConfig, world_size: int) -> 
         return (
             "sample: an autoencoder shows reconstructions of its data; "
             "remove height, width, num_steps and guidance_scale"
+            " [TM801]"
         )
     return None
 
@@ -278,7 +297,7 @@ def check_autoencoder_samples(config: AutoencoderRunConfig, world_size: int) -> 
 def check_batch_size(config: AutoencoderRunConfig | JudgeRunConfig, world_size: int) -> str | None:
     if config.batch_size % world_size:
         advice = f"choose a multiple of {world_size}"
-        return f"batch_size: {config.batch_size} is not divisible by {world_size} ranks; {advice}"
+        return f"batch_size: {config.batch_size} is not divisible by {world_size} ranks; {advice} [TM802]"
     return None
 
 
@@ -287,7 +306,10 @@ def check_autoencoder_data(config: AutoencoderRunConfig, world_size: int) -> str
         if data is not None and data.batch_type is not ImageBatch:
             yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
             advice = f"set {key}.type to {DATA_TYPES[ImageBatch]}"
-            return f"{key}: an autoencoder trains on images, but '{component_name(data)}' yields {yields}; {advice}"
+            return (
+                f"{key}: an autoencoder trains on images, but '{component_name(data)}' yields {yields}; {advice}"
+                " [TM803]"
+            )
     return None
 
 
@@ -296,7 +318,9 @@ def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
         if data is not None and data.batch_type is not QuestionAnswerBatch:
             yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
             name = component_name(data)
-            return f"{key}: a judge trains on questions with answers, but '{name}' yields {yields}; use vqa_file"
+            return (
+                f"{key}: a judge trains on questions with answers, but '{name}' yields {yields}; use vqa_file [TM804]"
+            )
     return None
 
 
@@ -370,7 +394,7 @@ def torchrun_world_size() -> int:
     """The number of ranks that torchrun started; 1 without torchrun."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or int(size) < 1:
-        raise ConfigError(f"the environment variable WORLD_SIZE is '{size}'; expected the number of ranks")
+        raise ConfigError(f"the environment variable WORLD_SIZE is '{size}'; expected the number of ranks [TM023]")
     return int(size)
 
 

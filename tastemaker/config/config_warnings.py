@@ -39,7 +39,9 @@ def _warn_emulated_bugs(config: RunConfig) -> list[str]:
     if not isinstance(objective, TeacherForcedGRPO):
         return []
     why = "so that ratios do not begin at 1; use it for comparison only"
-    return [f"objective.emulate_bugs: '{bug}' is on: {EMULATED_BUGS[bug]}, {why}" for bug in objective.emulate_bugs]
+    return [
+        f"objective.emulate_bugs: '{bug}' is on: {EMULATED_BUGS[bug]}, {why} [TM805]" for bug in objective.emulate_bugs
+    ]
 
 
 def _warn_unguided_updates(config: RunConfig) -> list[str]:
@@ -51,6 +53,7 @@ def _warn_unguided_updates(config: RunConfig) -> list[str]:
     return [
         "guidance.rollouts_only: samples are drawn with guidance and scored without it, as in AR-GRPO, so that the "
         "trained distribution is not the sampled one; set it to false to score with guidance"
+        " [TM806]"
     ]
 
 
@@ -62,6 +65,7 @@ def _warn_timestep_shift(config: RunConfig) -> list[str]:
     return [
         f"process.path.shift: {path.shift:g} is meant for videos of another size or length; "
         f"set process.path.shift={shift:.4f}, unless you want another one"
+        " [TM807]"
     ]
 
 
@@ -80,6 +84,7 @@ def warn_small_lora_updates(config: AnyConfig) -> list[str]:
     return [
         f"optim.lr: {lr:g} over {updates} updates is little for LoRA, whose weights change by at most "
         f"{lr * updates:.2g}: the samples will hardly change; {advice}"
+        " [TM808]"
     ]
 
 

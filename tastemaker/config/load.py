@@ -38,6 +38,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{recipe}: this recipe trains {what}, which cannot generate images; use it with `tastemaker train`, "
             "or give the recipe of a generator"
+            " [TM026]"
         )
     return config
 
@@ -46,7 +47,7 @@ def load_any_config(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyCon
     """Load the configuration of any recipe. Its name is the recipe's, unless the recipe sets one."""
     data = read_recipe(recipe, overrides)
     if not RUN_KINDS & data.keys() and str(recipe) in recipe_paths().keys() - {*list_trainable_recipes()}:
-        raise ConfigError(f"{recipe} is only a part of a recipe; {_suggest_complete_recipe(str(recipe))}")
+        raise ConfigError(f"{recipe} is only a part of a recipe; {_suggest_complete_recipe(str(recipe))} [TM027]")
     config = validate_config(data)
     return config if config.name else replace(config, name=Path(recipe).stem)
 
@@ -60,7 +61,7 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
             data = merge_mappings(merge_parents(find_recipe(parent, Path())), data)
         return apply_overrides(data, remaining)
     except RecursionError as error:
-        raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings") from error
+        raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings [TM028]") from error
 
 
 def list_generator_recipes() -> list[str]:
@@ -79,13 +80,17 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         place, equals, text = override.partition("=")
         keys = place.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(f"'{override:.60}' is not an override; expected key=value, for example optim.lr=3e-4")
+            raise ConfigError(
+                f"'{override:.60}' is not an override; expected key=value, for example optim.lr=3e-4 [TM029]"
+            )
         section: Any = data
         for depth, key in enumerate(keys[:-1]):
             section = section.get(key, {})
             if section is not None and not isinstance(section, dict):
                 parent = ".".join(keys[: depth + 1])
-                raise ConfigError(f"{place}: '{parent}' is {section!r:.60}, which has no keys; set '{parent}' itself")
+                raise ConfigError(
+                    f"{place}: '{parent}' is {section!r:.60}, which has no keys; set '{parent}' itself [TM030]"
+                )
             section = section or {}
         patch = parse_yaml(text, place)
         if keys[1:] == ["type"] and isinstance(patch, str) and ":" in patch:
@@ -110,7 +115,9 @@ def keep_shared_settings(section: str, settings: Any, location: str) -> dict[str
     dropped = sorted(set(settings) - set(kept) - {"type"})
     if dropped:
         named = ", ".join(f"{section}.{key}={settings[key]}" for key in dropped)
-        warnings.warn(f"{section}.type: {location} has no such settings, so these are dropped: {named}", stacklevel=2)
+        warnings.warn(
+            f"{section}.type: {location} has no such settings, so these are dropped: {named} [TM031]", stacklevel=2
+        )
     return {"type": location, **kept}
 
 

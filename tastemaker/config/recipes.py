@@ -34,7 +34,7 @@ def recipe_paths() -> dict[str, Path]:
     for path in RECIPES.rglob("*.yaml"):
         name = path.relative_to(PARTS).with_suffix("").as_posix() if PARTS in path.parents else path.stem
         if name in paths:
-            raise ValueError(f"two recipes are called '{name}': {paths[name]} and {path}")
+            raise ValueError(f"two recipes are called '{name}': {paths[name]} and {path} [TM038]")
         paths[name] = path
     return dict(sorted(paths.items()))
 
@@ -55,10 +55,12 @@ def find_recipe(name: str, folder: Path, where: str = "") -> Path:
     if name.endswith(YAML_SUFFIXES):
         path = folder / name
         if not os.path.isfile(path):  # unlike Path's, it accepts any name
-            raise ConfigError(f"{start}there is no file {path!s:.300}; give the name of a recipe or a YAML file")
+            raise ConfigError(
+                f"{start}there is no file {path!s:.300}; give the name of a recipe or a YAML file [TM039]"
+            )
         return path
     if name not in recipe_paths():
-        raise ConfigError(f"{start}{_describe_unknown(name, is_parent=bool(where))}")
+        raise ConfigError(f"{start}{_describe_unknown(name, is_parent=bool(where))} [TM040]")
     return recipe_paths()[name]
 
 
@@ -99,11 +101,13 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     try:
         data = copy.deepcopy(_parse_cached(path.read_text(encoding="utf-8"), str(path)))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text [TM041]") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); check the path and its permissions [TM042]"
+        ) from error
     if data is not None and not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, got a {type(data).__name__}")
+        raise ConfigError(f"{path}: expected a mapping of sections, got a {type(data).__name__} [TM043]")
     return data or {}
 
 
@@ -118,12 +122,12 @@ def merge_parents(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]
     path = path.resolve()
     if path in children:
         circle = " -> ".join(file.name for file in (*children[children.index(path) :], path))
-        raise ConfigError(f"{path}: 'extends' is circular: {circle}; remove one of them")
+        raise ConfigError(f"{path}: 'extends' is circular: {circle}; remove one of them [TM044]")
     data = read_yaml_mapping(path)
     parents = data.pop("extends", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(f"{path}: 'extends' must be the name of a recipe, a path or a list of them")
+        raise ConfigError(f"{path}: 'extends' must be the name of a recipe, a path or a list of them [TM045]")
     merged: dict[str, Any] = {}
     for parent in parents:
         merged = merge_mappings(merged, merge_parents(_find_parent(parent, path), (*children, path)))

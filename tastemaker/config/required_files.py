@@ -32,9 +32,11 @@ def find_missing_files(config: AnyConfig) -> list[str]:
     for section, component in _file_sections(config):
         for key, value in _iterate_paths(component, section):
             if isinstance(value, str) and value.startswith(f"{PLAYGROUND}/") and not is_shipped(value):
-                messages.append(f"{key}: {_shipped_problem(value)}")
+                messages.append(f"{key}: {_shipped_problem(value)} [TM809]")
             elif is_local_path(value) and not Path(value).expanduser().exists():
-                messages.append(f"{key}: there is no {str(value)!r:.200}; paths are relative to the current directory")
+                messages.append(
+                    f"{key}: there is no {str(value)!r:.200}; paths are relative to the current directory [TM810]"
+                )
     return messages
 
 
@@ -110,6 +112,7 @@ def find_missing_downloads(config: AnyConfig) -> list[str]:
     return [
         f"{source} is not on this machine ({source.size}, {source.license}); "
         f"`tastemaker download {source}` downloads it"
+        " [TM811]"
         for source in published_sources(config)
         if not is_local_path(source.hub) and find_cached(source) is None
     ]
@@ -148,7 +151,7 @@ def summarize_data(config: AnyConfig) -> DataSummary | None:
         for step in {0, len(data) - 1} if from_files else ():
             data.batch(step, 1, 0, 1)
     except (ConfigError, OSError) as error:
-        raise ConfigError(f"data: {error}") from error
+        raise ConfigError(f"data: {error} [TM046]") from error
     per_step = compute_step_counts(config).prompts
     name = BATCH_NAMES.get(spec.batch_type, "samples")
     return DataSummary(name, len(data), per_step * config.steps, config.steps)

@@ -116,7 +116,7 @@ def validate_config(data: object) -> AnyConfig:
     present = [key for key in kinds if isinstance(data, Mapping) and key in data]
     if len(present) > 1:
         raise ConfigError(
-            f"config: found both '{present[0]}' and '{present[1]}'; a recipe trains one, remove the other"
+            f"config: found both '{present[0]}' and '{present[1]}'; a recipe trains one, remove the other [TM051]"
         )
     config: AnyConfig = build_component(kinds[present[0]] if present else RunConfig, data)
     return config
@@ -132,13 +132,13 @@ def build_component(kind: type, data: object, where: str = "") -> Any:
         lines = [f"{format_location(start + line['loc'])}: {line['ctx']['text']}" for line in error.errors()]
         raise ConfigError("\n".join(lines)) from None
     except RecursionError as error:
-        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings") from error
+        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings [TM052]") from error
 
 
 def require_int64(value: int) -> int:
     """Refuse an integer that does not fit a tensor."""
     if value.bit_length() > 63:
-        raise make_error(f"expected an integer of at most 63 bits, got one of {value.bit_length()}")
+        raise make_error(f"expected an integer of at most 63 bits, got one of {value.bit_length()} [TM053]")
     return value
 
 
@@ -183,7 +183,7 @@ class SectionReader(ConfigReader):
 
     def read(self, data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise make_error(f"expected a mapping of settings, got {format_value(data)}")
+            raise make_error(f"expected a mapping of settings, got {format_value(data)} [TM054]")
         try:
             values = type_adapter_for(self.cls).validate_python(data)
         except ValidationError as error:
@@ -209,13 +209,15 @@ class ComponentReader(ConfigReader):
         registry = COMPONENT_REGISTRIES[self.kind]
         choices = f"one of {', '.join(registry)}"
         if isinstance(data, str) and data in registry:
-            raise make_error(f"expected a mapping of settings, got '{data}'; write {{type: {data}}}")
+            raise make_error(f"expected a mapping of settings, got '{data}'; write {{type: {data}}} [TM055]")
         if not isinstance(data, Mapping):
-            raise make_error(f"expected a mapping of settings with a 'type', {choices}; got {format_value(data)}")
+            raise make_error(
+                f"expected a mapping of settings with a 'type', {choices}; got {format_value(data)} [TM056]"
+            )
         if "type" not in data:
-            raise make_error(f"'type' is missing; expected {choices}")
+            raise make_error(f"'type' is missing; expected {choices} [TM057]")
         if not isinstance(data["type"], str):
-            raise make_error(f"'type' is {format_value(data['type'])}; expected {choices}")
+            raise make_error(f"'type' is {format_value(data['type'])}; expected {choices} [TM058]")
         try:
             data = resolve_named_dataset(data) if self.kind is DataSpec else data
             data = resolve_function_reward(data) if self.kind is RewardSpec else data
@@ -282,14 +284,16 @@ def check_component_class(cls: type, kind: type, name: str) -> type:
             advice += (
                 f"; for a network with from_config use {{type: from_config, class_path: '{name:.60}', params: ...}}"
             )
-        raise ConfigError(f"'{name:.60}' is not a dataclass; {advice}")
+        raise ConfigError(f"'{name:.60}' is not a dataclass; {advice} [TM059]")
     if not is_protocol(kind) and not issubclass(cls, kind):
-        raise ConfigError(f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another class")
+        raise ConfigError(
+            f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another class [TM060]"
+        )
     abstract: set[str] = {*cls.__abstractmethods__} if inspect.isabstract(cls) else set()
     required = get_protocol_members(kind) if is_protocol(kind) else {*kind.__annotations__, *abstract}
     missing = sorted(required - ({*dir(cls), *(f.name for f in fields(cls))} - abstract))
     if missing:
-        raise ConfigError(f"'{name:.60}' has no {', '.join(missing)}, which every {word} needs; add it")
+        raise ConfigError(f"'{name:.60}' has no {', '.join(missing)}, which every {word} needs; add it [TM061]")
     return cls
 
 
@@ -300,7 +304,7 @@ def type_adapter_for(cls: type) -> TypeAdapter[Any]:
         return mapping_adapter(cls.__name__, field_types(cls))
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); use plain types") from error
+        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); use plain types [TM062]") from error
 
 
 def mapping_adapter(name: str, types: dict[str, Any]) -> TypeAdapter[Any]:
@@ -358,7 +362,7 @@ def strict_union(hint: Any) -> Any:
             return handler(value)
         except ValidationError:
             hint_text = suggest_choice(value, literal_choices(hint))
-            raise make_error(f"expected {describe_type(hint)}, got {format_value(value)}{hint_text}") from None
+            raise make_error(f"expected {describe_type(hint)}, got {format_value(value)}{hint_text} [TM063]") from None
 
     return Annotated[choice, WrapValidator(read)]
 
@@ -389,7 +393,7 @@ def describe_errors(
         where, text = describe_error(details, list(keys))
         if details["type"] == "extra_forbidden" and find_paths and (paths := find_paths(str(details["loc"][-1]))):
             suggestions = " or ".join(f"'{path}'" for path in paths[:MAX_SUGGESTED_PATHS])
-            text = f"unknown key '{details['loc'][-1]!s:.60}'; did you mean {suggestions}?"
+            text = f"unknown key '{details['loc'][-1]!s:.60}'; did you mean {suggestions}? [TM820]"
         where = where[1:] if where[:1] == (hidden_key,) else where
         lines.append(InitErrorDetails(type=make_error(text), loc=where, input=None))
     return ValidationError.from_exception_data(error.title, lines)
@@ -401,22 +405,22 @@ def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]
     if kind == MESSAGE:
         return where, context["text"]
     if kind == "extra_forbidden":
-        return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_name(str(where[-1]), keys)}"
+        return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_name(str(where[-1]), keys)} [TM820]"
     if kind == "invalid_key" or where[-1:] == ("[key]",):
-        return where[:-2], f"expected names as keys, got {format_value(value)}"
+        return where[:-2], f"expected names as keys, got {format_value(value)} [TM821]"
     if kind == "missing" and isinstance(where[-1], int):
-        return where[:-1], f"expected more than {where[-1]} item{'' if where[-1] == 1 else 's'}"
+        return where[:-1], f"expected more than {where[-1]} item{'' if where[-1] == 1 else 's'} [TM822]"
     if kind == "missing":
-        return where[:-1], f"'{where[-1]}' is missing"
+        return where[:-1], f"'{where[-1]}' is missing [TM815]"
     if kind == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint = registries.VALUE_HINTS.get((str(where[-1]), value)) if where and isinstance(value, str) else None
         advice = f"; {hint}" if hint else suggest_choice(value, choices)
-        return where, f"expected {context['expected']}, got {format_value(value)}{advice}"
+        return where, f"expected {context['expected']}, got {format_value(value)}{advice} [TM823]"
     if kind == "too_long":
-        return where, f"expected {context['max_length']} items, got {context['actual_length']}"
+        return where, f"expected {context['max_length']} items, got {context['actual_length']} [TM824]"
     expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
-    return where, f"expected {expected}, got {format_value(value)}"
+    return where, f"expected {expected}, got {format_value(value)} [TM825]"
 
 
 def find_key_paths(cls: type, settings: Mapping[str, Any], key: str, prefix: str = "") -> list[str]:

@@ -120,6 +120,7 @@ class LoraWeights(Weights):
             raise ConfigError(
                 f"merging would lose the adapters of {', '.join(self.text_encoders)}; export the adapters alone, with "
                 "--layout diffusers, or authors if diffusers has no such pipeline"
+                " [TM080]"
             )
         layers: dict[str, Any] = dict(self.net.named_modules())
         merged: dict[str, Tensor] = {}
@@ -176,6 +177,7 @@ def _no_match_error(targets: Sequence[str], linear: Sequence[str]) -> ConfigErro
     return ConfigError(
         f"tuning.target_modules: no layer's name ends with {', '.join(targets):.60}; linear layers of this model end "
         f"with {common}; use some of them, or default"
+        " [TM081]"
     )
 
 
@@ -217,14 +219,15 @@ class Lora:
             raise ValueError(
                 f"found rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}; "
                 "expected rank of at least 1, alpha above 0, dropout from 0 to below 1"
+                " [TM082]"
             )
         for key in ("target_modules", "text_target_modules"):
             targets = getattr(self, key)
             if isinstance(targets, str) and targets not in ("default", "all-linear", "all-layers"):
                 expected = "default, all-linear, all-layers or a list of names such as [to_q, to_v]"
-                raise ValueError(f"'{key}' is {targets!r:.60}; expected {expected}")
+                raise ValueError(f"'{key}' is {targets!r:.60}; expected {expected} [TM083]")
         if not self.modules:
-            raise ValueError("'modules' is empty; expected backbone, text_encoder or both")
+            raise ValueError("'modules' is empty; expected backbone, text_encoder or both [TM084]")
 
     def apply(self, model: TrainableModel, snapshots: Sequence[str]) -> Weights:
         encoders = {name: (net, self.config(net, self.text_target_modules)) for name, net in self._encoders(model)}
@@ -254,6 +257,7 @@ class Lora:
         if not encoders:
             raise ConfigError(
                 "tuning.modules has text_encoder, but this model has no text encoder to train; set it to [backbone]"
+                " [TM085]"
             )
         return list(encoders.items())
 

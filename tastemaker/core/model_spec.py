@@ -123,8 +123,10 @@ class ModelSpec(ABC):
 
     def to_diffusers(self, tensors: Mapping[str, Tensor]) -> DiffusersConversion:
         """The network under diffusers' names; refused where diffusers computes something else."""
-        raise ConfigError(f"--layout: diffusers has no network like that of {type(self).__name__}; leave it out")
+        raise ConfigError(
+            f"--layout: diffusers has no network like that of {type(self).__name__}; leave it out [TM086]"
+        )
 
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
         """The text encoders alone, to embed prompts beforehand."""
-        raise ConfigError("embed: this model has no text encoder of its own; name one of another type")
+        raise ConfigError("embed: this model has no text encoder of its own; name one of another type [TM087]")

@@ -121,7 +121,7 @@ def require_settings(objective: object, names: str, valid: bool, expected: str) 
     if not valid:
         values = [(name, getattr(objective, name)) for name in names.split()]
         settings = ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values)
-        raise ValueError(f"found {settings}; expected {expected}")
+        raise ValueError(f"found {settings}; expected {expected} [TM088]")
 
 
 class Objective(ABC, Generic[P, B, E, Q]):

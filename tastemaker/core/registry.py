@@ -39,7 +39,9 @@ class Registry:
     def add(self, name: str, location: str) -> None:
         """Register a "module:attribute" under a name."""
         if name in self._names:
-            raise ConfigError(f"{self.kind} '{name}' is already registered as {self._names[name]}; choose another name")
+            raise ConfigError(
+                f"{self.kind} '{name}' is already registered as {self._names[name]}; choose another name [TM104]"
+            )
         self._names[name] = location
 
     def add_alias(self, alias: str, settings: Mapping[str, Any]) -> None:
@@ -53,6 +55,7 @@ class Registry:
             if "." in cls.__qualname__:
                 raise ConfigError(
                     f"{self.kind} '{name:.60}' is defined inside {cls.__qualname__}; move it to the top of its module"
+                    " [TM105]"
                 )
             self.add(name, f"{cls.__module__}:{cls.__qualname__}")
             return cls
@@ -82,7 +85,7 @@ class Registry:
         cls = self.find_object(name, where)
         if not isinstance(cls, type):
             prefix = f"{where}: " if where else ""
-            raise ConfigError(f"{prefix}'{name:.60}' is a {type(cls).__name__}; expected a class")
+            raise ConfigError(f"{prefix}'{name:.60}' is a {type(cls).__name__}; expected a class [TM106]")
         return cls
 
     def find_object(self, name: str, where: str = "") -> Any:
@@ -90,17 +93,19 @@ class Registry:
         prefix = f"{where}: " if where else ""
         location = self.locate(name)
         if not location:
-            raise ConfigError(f"{prefix}no {self.kind} is called '{name:.60}'{suggest_name(name, self._names)}")
+            raise ConfigError(f"{prefix}no {self.kind} is called '{name:.60}'{suggest_name(name, self._names)} [TM107]")
         module, _, attribute = location.partition(":")
         try:
             component = vars(importlib.import_module(module)).get(attribute)
         except Exception as error:  # importing the module of a user may raise anything
             reason = f"{type(error).__name__}: {error!s:.300}"
             raise ConfigError(
-                f"{prefix}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it"
+                f"{prefix}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it [TM108]"
             ) from error
         if component is None:
-            raise ConfigError(f"{prefix}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon")
+            raise ConfigError(
+                f"{prefix}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon [TM109]"
+            )
         return component
 
 

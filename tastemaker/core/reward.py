@@ -142,6 +142,7 @@ def load_shared_reward(spec: RewardSpec, placement: Placement) -> Reward:
     except TypeError as error:
         raise ValueError(
             f"{type(spec).__name__} cannot be hashed ({error}); use tuples for such settings, or field(hash=False)"
+            " [TM110]"
         ) from error
     if reward is None:
         reward = _loaded[spec, placement] = spec.load(placement)
@@ -214,7 +215,9 @@ class Rubric:
         self.rewards = dict(rewards)
         for name, reward in self.rewards.items():
             if reward.spec.batch_size < 1:
-                raise ValueError(f"reward '{name}' has batch_size {reward.spec.batch_size}; it must be at least 1")
+                raise ValueError(
+                    f"reward '{name}' has batch_size {reward.spec.batch_size}; it must be at least 1 [TM111]"
+                )
         # Worker threads get pixels without a graph, so rewards that need gradients run in the caller's thread.
         self._in_threads = [
             name
@@ -246,6 +249,7 @@ class Rubric:
                 raise ValueError(
                     f"a rubric was given {len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata "
                     "entries; expected one prompt and one entry per sample"
+                    " [TM112]"
                 )
         pixels = check_pixels(pixels, prompt_sets[0]).float()
         futures = self._submit(pixels, prompt_sets, metadata)
@@ -306,7 +310,7 @@ class Rubric:
 def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
     """The pixels, if they have the right shape and are finite."""
     if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
-        raise ValueError(f"a rubric was given pixels {list(pixels.shape)}; expected [B, F, 3, H, W]")
+        raise ValueError(f"a rubric was given pixels {list(pixels.shape)}; expected [B, F, 3, H, W] [TM113]")
     # The sum of a sample is finite only if all its pixels are, and needs no mask as large as the pixels.
     finite = torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))
     rows = (~finite).nonzero().flatten().tolist()
@@ -315,6 +319,7 @@ def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
         raise RewardError(
             f"the pixels of sample {indices} hold NaN or infinity (prompts {[prompts[i] for i in rows[:3]]}), so they "
             "were not scored; the generator has diverged: lower its learning rate, or resume an earlier checkpoint"
+            " [TM114]"
         )
     return pixels
 
@@ -335,7 +340,7 @@ def _score_chunk(
         raise
     except Exception as error:
         kind, prompts = type(error).__name__, list(prompt_sets[0][:3])
-        raise RewardError(f"reward '{name}' failed on {prompts} ({kind}: {error}); fix or remove it") from error
+        raise RewardError(f"reward '{name}' failed on {prompts} ({kind}: {error}); fix or remove it [TM115]") from error
     return [_check_scores(name, reward, pixels, *pair) for pair in zip(prompt_sets, values, strict=True)]
 
 
@@ -345,13 +350,15 @@ def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Pr
         result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise RewardError(
             f"reward '{name}' returned {result} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
+            " [TM116]"
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):
         bad = [prompts[i] for i in (~finite).nonzero().flatten().tolist()[:3]]
-        raise RewardError(f"reward '{name}' returned NaN or infinity for {bad}; fix or remove it")
+        raise RewardError(f"reward '{name}' returned NaN or infinity for {bad}; fix or remove it [TM117]")
     if reward.needs_gradient and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
         raise RewardError(
             f"reward '{name}' is marked as differentiable, but its scores of {list(prompts[:3])} carry no gradient"
+            " [TM118]"
         )
     return value.float()

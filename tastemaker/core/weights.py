@@ -90,6 +90,7 @@ def unknown_snapshot_error(name: str, have: Sequence[str]) -> ValueError:
     known = ", ".join(have) or "none"
     return ValueError(
         f"there is no snapshot '{name}' (found: {known}); `ema_decay` adds one, the others depend on the objective"
+        " [TM120]"
     )
 
 

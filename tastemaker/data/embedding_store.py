@@ -66,6 +66,7 @@ def require_same_encoder(stored: EncoderFingerprint, expected: EncoderFingerprin
             raise ConfigError(
                 f"the embeddings in {folder} were made with another {name} ({stored[name]}, this model has "
                 f"{expected[name]}); compute them again with `tastemaker embed`, or choose the model they belong to"
+                " [TM141]"
             )
 
 
@@ -74,7 +75,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error!s:.200}); compute the embeddings again") from error
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({error!s:.200}); compute the embeddings again [TM142]"
+        ) from error
 
 
 def write_json_atomically(path: Path, data: Any) -> None:
@@ -98,7 +101,7 @@ class ShardedEmbeddingStore(EmbeddingStore):
             if not isinstance(index, dict) or not all(
                 isinstance(index.get(key), dict) for key in ("made_by", "shards")
             ):
-                raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder")
+                raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder [TM143]")
             require_same_encoder(index["made_by"], made_by, folder)
             self.made_by = {**index["made_by"], **self.made_by}
             self.negatives += index.get("negatives", ())
@@ -153,7 +156,9 @@ class SRPOEmbeddingStore(EmbeddingStore):
     def __init__(self, listed: Path, made_by: EncoderFingerprint) -> None:
         self.listed, self.folder, self.made_by = listed, listed.parent, made_by
         if made_by.get("model", "flux") != "flux":
-            raise ConfigError(f"{listed} is of embeddings of FLUX; compute those of this model with `tastemaker embed`")
+            raise ConfigError(
+                f"{listed} is of embeddings of FLUX; compute those of this model with `tastemaker embed` [TM144]"
+            )
         self.entries = read_srpo_captions(listed) if listed.is_file() else []
         if (self.folder / MADE_BY).is_file():
             require_same_encoder(read_json(self.folder / MADE_BY), made_by, self.folder)
@@ -176,12 +181,15 @@ class SRPOEmbeddingStore(EmbeddingStore):
         x = load_pickle(path)
         dimensions = 2 if name == "prompt_embeds" else 1
         if not isinstance(x, Tensor) or x.dim() < dimensions or x.shape[-dimensions:].numel() != x.numel():
-            raise ConfigError(f"{path} is not the embedding of one prompt; compute it again with `tastemaker embed`")
+            raise ConfigError(
+                f"{path} is not the embedding of one prompt; compute it again with `tastemaker embed` [TM145]"
+            )
         x = x.view(x.shape[-dimensions:])
         length = self.made_by.get("max_text_tokens")
         if name == "prompt_embeds" and length not in (None, str(len(x))):
             raise ConfigError(
                 f"{path} holds {len(x)} tokens, but the model reads {length}; set model.max_text_tokens={len(x)}"
+                " [TM146]"
             )
         return x
 
@@ -206,7 +214,7 @@ def read_srpo_captions(listed: Path) -> list[dict[str, str]]:
     entries, keys = read_json(listed), ("caption", *KEYS.values())
     valid = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if not valid or not all(isinstance(entry.get(key), str) for entry in entries for key in keys):
-        raise ConfigError(f"{listed} is no list of captions; expected objects with {', '.join(keys)}")
+        raise ConfigError(f"{listed} is no list of captions; expected objects with {', '.join(keys)} [TM147]")
     return list(entries)
 
 
@@ -222,6 +230,7 @@ def open_embedding_store(path: Path, made_by: EncoderFingerprint) -> EmbeddingSt
             return SRPOEmbeddingStore(folder / name, made_by)
     raise ConfigError(
         f"there are no embeddings in {folder}; expected {INDEX} or {CAPTIONS[0]}, which `tastemaker embed` writes"
+        " [TM148]"
     )
 
 
@@ -235,7 +244,7 @@ def list_embedded_prompts(path: Path) -> list[str]:
     else:
         prompts = [entry["caption"] for entry in read_srpo_captions(path)]
     if not prompts:
-        raise ConfigError(f"{path} lists no prompts; write some with `tastemaker embed`")
+        raise ConfigError(f"{path} lists no prompts; write some with `tastemaker embed` [TM149]")
     return prompts
 
 

@@ -70,7 +70,7 @@ class SkippedFiles:
         count = len(self.messages)
         if count > self.limit:
             before = f", and {count - 1} before it" if count > 1 else ""
-            failure = f"{message}{before}; or allow more of them with --max-skipped {2 * count}"
+            failure = f"{message}{before}; or allow more of them with --max-skipped {2 * count} [TM829]"
             if os.environ.get("RANK", "0") != "0":  # torchrun shows the errors of the first rank only
                 console.print(f"error: {failure}", markup=False, highlight=False, soft_wrap=True)
             raise ConfigError(failure) from error
@@ -154,9 +154,12 @@ def load_continuous_autoencoder(name: str, size: int, placement: Placement) -> A
         raise ConfigError(
             f"--vae: '{name:.200}' has no continuous latents; pass a tokenizer with --tokenizer, "
             "or derive a network of your own from AutoencoderNet, with `channels`, `stride`, `encode` and `decode`"
+            " [TM159]"
         )
     if size % net.stride:
-        raise ConfigError(f"--size {size} is no multiple of {net.stride}, the stride of the autoencoder; choose one")
+        raise ConfigError(
+            f"--size {size} is no multiple of {net.stride}, the stride of the autoencoder; choose one [TM160]"
+        )
     return net
 
 
@@ -168,6 +171,7 @@ def check_same_manifest(manifest: Mapping[str, Any], existing: Mapping[str, Any]
         raise ConfigError(
             f"{folder} was started with another '{what}' ({existing.get(changed)!s:.60}, now "
             f"{manifest[changed]!s:.60}); choose another folder with --out, or remove this one"
+            " [TM161]"
         )
 
 
@@ -298,7 +302,7 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
     shape, tensors = read_tokenizer(options.tokenizer)
     if options.size % shape.stride:
         raise ConfigError(
-            f"--size {options.size} is no multiple of {shape.stride}, the stride of the tokenizer; choose one"
+            f"--size {options.size} is no multiple of {shape.stride}, the stride of the tokenizer; choose one [TM162]"
         )
     cifar10 = is_cifar10(options.images)
     images = load_cifar10(options.images, options.split) if cifar10 else open_class_folder(options.images)

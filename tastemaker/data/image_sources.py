@@ -56,7 +56,7 @@ class ImageSource(ABC):
         """The class id."""
 
     def caption(self, index: int) -> str:
-        raise ValueError("it has no caption")
+        raise ValueError("it has no caption [TM174]")
 
     def image(self, index: int) -> Tensor:
         """Decode an image at full size: [3, H, W] in [0, 1]."""
@@ -92,27 +92,29 @@ class FolderImageSource(FileImageSource):
     def label(self, index: int) -> int:
         folder, *below = self.files[index].relative_to(self.root).parts
         if not below:
-            raise ValueError(f"it lies in {self.root} itself, expected it in the folder of its class")
+            raise ValueError(f"it lies in {self.root} itself, expected it in the folder of its class [TM175]")
         return self.class_names.index(folder)
 
     def caption(self, index: int) -> str:
         caption = self.captions.get(self.files[index])
         if caption is None:
-            raise ValueError(f"it has no caption, expected {self.files[index].with_suffix('.txt').name} beside it")
+            raise ValueError(
+                f"it has no caption, expected {self.files[index].with_suffix('.txt').name} beside it [TM176]"
+            )
         return caption if isinstance(caption, str) else " ".join(read_text(caption).split())
 
 
 def open_image_folder(path: Path, pattern: str = "*") -> FolderImageSource:
     """The images below a folder whose file names match; of CelebAMask-HQ, without the masks."""
     if path.is_file():
-        raise ConfigError(f"{path}: this is a file; expected a folder of images")
+        raise ConfigError(f"{path}: this is a file; expected a folder of images [TM177]")
     require_directory(path)
     root = path / CELEBA_HQ_FOLDER if (path / CELEBA_HQ_FOLDER).is_dir() else path
     all_files = walk_files(root)
     files = tuple(file for file in all_files if file.suffix.lower() in IMAGE_FORMATS and fnmatch(file.name, pattern))
     if not files:
         matching = "" if pattern == "*" else f" that match {pattern}"
-        raise ConfigError(f"{root}: there are no images{matching}; expected files that end in {FORMATS}")
+        raise ConfigError(f"{root}: there are no images{matching}; expected files that end in {FORMATS} [TM178]")
     classes = sorted({file.relative_to(root).parts[0] for file in files if file.parent != root})
     captions = find_captions(root, files, all_files)
     return FolderImageSource(tuple(classes), bool(captions), files, root, captions)
@@ -120,7 +122,7 @@ def open_image_folder(path: Path, pattern: str = "*") -> FolderImageSource:
 
 def require_directory(path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder; check the path")
+        raise ConfigError(f"{path}: there is no such folder; check the path [TM179]")
 
 
 def find_captions(root: Path, files: Sequence[Path], all_files: Sequence[Path]) -> dict[Path, Path | str]:
@@ -175,7 +177,7 @@ def open_class_folder(path: Path) -> ClassFolderSource:
         if file.suffix.lower() in IMAGE_FORMATS
     ]
     if not labeled:
-        raise ConfigError(f"{path}: there are no images; expected files that end in {FORMATS}")
+        raise ConfigError(f"{path}: there are no images; expected files that end in {FORMATS} [TM180]")
     names = tuple(folder.name for folder in classes) or ("0",)
     return ClassFolderSource(names, False, tuple(file for file, _ in labeled), tuple(label for _, label in labeled))
 
@@ -194,14 +196,14 @@ class TarSample:
             file.seek(start)
             data = file.read(length)
         if len(data) < length:
-            raise ValueError(f"{self.shard} ends within it, expected {length} bytes")
+            raise ValueError(f"{self.shard} ends within it, expected {length} bytes [TM181]")
         return data
 
     def metadata(self) -> dict[str, Any]:
         """The content of its .json, if it has one."""
         metadata = json.loads(self.read("json")) if "json" in self.parts else {}
         if not isinstance(metadata, dict):
-            raise ValueError(f"its JSON is a {type(metadata).__name__}, expected an object")
+            raise ValueError(f"its JSON is a {type(metadata).__name__}, expected an object [TM182]")
         return metadata
 
     @property
@@ -231,14 +233,16 @@ class TarImageSource(ImageSource):
         value = self._read_field(index, TAR_LABEL_KEYS, TAR_LABEL_KEYS)
         if isinstance(value, bool) or not str(value).strip().isdecimal():
             raise ValueError(
-                f"its class is {value!r:.40}, expected a number in .cls or under `cls` or `label` in .json"
+                f"its class is {value!r:.40}, expected a number in .cls or under `cls` or `label` in .json [TM183]"
             )
         return int(str(value))
 
     def caption(self, index: int) -> str:
         value = self._read_field(index, TAR_CAPTION_SUFFIXES, PROMPT_COLUMNS)
         if not isinstance(value, str):
-            raise ValueError(f"its caption is {value!r:.40}, expected .txt, or {', '.join(PROMPT_COLUMNS)} in .json")
+            raise ValueError(
+                f"its caption is {value!r:.40}, expected .txt, or {', '.join(PROMPT_COLUMNS)} in .json [TM184]"
+            )
         is_file = any(part in self.samples[index].parts for part in TAR_CAPTION_SUFFIXES)
         return " ".join(value.split()) if is_file else value
 
@@ -260,14 +264,16 @@ def is_tar_path(path: Path) -> bool:
 def open_tar_shards(path: Path, pattern: str = "*") -> TarImageSource:
     """The samples of a shard, or of the shards in a folder whose names match; reads their headers once."""
     if path.name.endswith(COMPRESSED_TAR):
-        raise ConfigError(f"{path} is compressed, which rules out random access; decompress it to a .tar")
+        raise ConfigError(f"{path} is compressed, which rules out random access; decompress it to a .tar [TM185]")
     files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     matching = [file for file in files if fnmatch(file.name, pattern)]
     if not matching:
-        raise ConfigError(f"data.file_pattern: none of the {len(files)} shards in {path} matches '{pattern:.60}'")
+        raise ConfigError(
+            f"data.file_pattern: none of the {len(files)} shards in {path} matches '{pattern:.60}' [TM186]"
+        )
     samples = tuple(sample for file in matching for sample in index_shard(file) if sample.image_key)
     if not samples:
-        raise ConfigError(f"{path}: its shards hold no images; expected files that end in {FORMATS}")
+        raise ConfigError(f"{path}: its shards hold no images; expected files that end in {FORMATS} [TM187]")
     return TarImageSource((), any(_has_caption(sample) for sample in samples[:PROBED_SAMPLES]), samples)
 
 
@@ -292,6 +298,8 @@ def index_shard(file: Path) -> Iterator[TarSample]:
                     parts = samples.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     parts[suffix.lower()] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise ConfigError(f"{file} cannot be read as a tar ({error!s:.200}); download it again or remove it") from error
+        raise ConfigError(
+            f"{file} cannot be read as a tar ({error!s:.200}); download it again or remove it [TM188]"
+        ) from error
     for key, parts in samples.items():
         yield TarSample(file, key, parts)

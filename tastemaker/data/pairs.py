@@ -75,7 +75,9 @@ class PairFolder:
         unpaired = sorted(chosen.keys() ^ rejected.keys())
         if unpaired:
             side = "rejected" if unpaired[0] in chosen else "chosen"
-            raise ConfigError(f"{self.path}: '{unpaired[0]}' has no image in {side}; add it, or remove the other one")
+            raise ConfigError(
+                f"{self.path}: '{unpaired[0]}' has no image in {side}; add it, or remove the other one [TM203]"
+            )
         prompts = [read_caption(self.path / f"{name}.txt", f"the prompt of {chosen[name]}") for name in chosen]
         files = tuple((chosen[name], rejected[name]) for name in chosen)
         locations = tuple(f"{self.path}, '{name}'" for name in chosen)
@@ -84,8 +86,8 @@ class PairFolder:
     def _list_images(self, side: str) -> dict[str, Path]:
         folder = self.path / side
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder; expected the folders chosen and rejected")
+            raise ConfigError(f"{folder}: there is no such folder; expected the folders chosen and rejected [TM204]")
         files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix.lower() in FORMATS}
         if not files:
-            raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)}")
+            raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)} [TM205]")
         return files

@@ -73,6 +73,7 @@ class LabelRules:
             raise ConfigError(
                 f"found --unclear-until {self.unclear} and --clear-from {self.clear}; "
                 "expected --clear-from to be at least --unclear-until"
+                " [TM208]"
             )
 
     def is_correct(self, row: Row) -> bool:
@@ -182,9 +183,9 @@ class PreferenceOptions:
 
     def __post_init__(self) -> None:
         if not self.prompts.prompts:
-            raise ConfigError("no prompt is left that the benchmark does not have; pass others with --prompts")
+            raise ConfigError("no prompt is left that the benchmark does not have; pass others with --prompts [TM209]")
         if any(not 0 < progress < 1 for progress in self.previews):
-            raise ConfigError(f"--previews: found {list(self.previews)}; expected numbers above 0 and below 1")
+            raise ConfigError(f"--previews: found {list(self.previews)}; expected numbers above 0 and below 1 [TM210]")
 
     def __len__(self) -> int:
         return len(self.prompts) * self.samples_per_prompt
@@ -220,7 +221,7 @@ def parse_progress(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers with commas between them") from error
+        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers with commas between them [TM211]") from error
 
 
 def benchmark_prompts(name: str) -> PromptBatch:

@@ -43,7 +43,9 @@ class TokenDataset(PrefetchedDataset):
         samples = [self._load_readable(index, *draw) for index, draw in zip(indices, draws.tolist(), strict=True)]
         lengths = {len(ids) for _, ids in samples}
         if len(lengths) > 1:
-            raise ConfigError(f"data: files hold {', '.join(map(str, sorted(lengths)))} tokens; encode all at one size")
+            raise ConfigError(
+                f"data: files hold {', '.join(map(str, sorted(lengths)))} tokens; encode all at one size [TM241]"
+            )
         return TokenBatch(tuple(prompt for prompt, _ in samples), torch.stack([ids for _, ids in samples]))
 
     def _load_readable(self, index: int, folder_draw: float, view_draw: float) -> tuple[str, Tensor]:
@@ -59,11 +61,13 @@ class TokenDataset(PrefetchedDataset):
                 ids = torch.from_numpy(views[int(view_draw * len(views))].astype("<i8"))
                 class_id = int(label.reshape(-1)[0])
                 if not 0 <= class_id < len(self.prompts):
-                    raise ValueError(f"its class is {class_id}, and there are {len(self.prompts)}")
+                    raise ValueError(f"its class is {class_id}, and there are {len(self.prompts)} [TM242]")
                 return self.prompts[class_id], ids
             except READ_ERRORS as error:
                 self.skipped.add(position, str(codes / file), error)
-        raise ConfigError(f"data: none of the {len(self)} files in {codes} can be read; encode the images again")
+        raise ConfigError(
+            f"data: none of the {len(self)} files in {codes} can be read; encode the images again [TM243]"
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ class TokenFolder:
         folders = tuple(map(code_and_label_folders, [self.path, sibling] if sibling.is_dir() else [self.path]))
         numbers = tuple(sorted(int(file.stem) for file in folders[0][0].glob("*.npy") if file.stem.isdecimal()))
         if not numbers:
-            raise ConfigError(f"{folders[0][0]} holds no files such as 0.npy; write some with `tastemaker encode`")
+            raise ConfigError(
+                f"{folders[0][0]} holds no files such as 0.npy; write some with `tastemaker encode` [TM244]"
+            )
         return TokenDataset(folders, numbers, prompts, seed, SkippedSamples(self.max_skipped))
 
 
@@ -99,6 +105,7 @@ def code_and_label_folders(path: Path) -> tuple[Path, Path]:
         raise ConfigError(
             f"{path} holds {len(codes)} folders of codes and {len(labels)} of labels; expected one of each, "
             f"as imagenet256_{CODES} and imagenet256_{LABELS}"
+            " [TM245]"
         )
     return codes[0], labels[0]
 
@@ -107,5 +114,5 @@ def read_npy(path: Path) -> NDArray[np.int64]:
     """The non-negative integers of a file, without unpickling."""
     values: NDArray[np.int64] = np.load(path, allow_pickle=False)
     if not np.issubdtype(values.dtype, np.integer) or not values.size or values.min() < 0:
-        raise ValueError(f"it holds {values.dtype} of shape {list(values.shape)}, expected integers from 0")
+        raise ValueError(f"it holds {values.dtype} of shape {list(values.shape)}, expected integers from 0 [TM246]")
     return values

@@ -30,10 +30,12 @@ class SolidColorImages:
         unknown = [color for color in self.colors if color not in TOY_COLORS]
         if unknown or not self.colors:
             named = f"{unknown[0]!r:.60}" if unknown else "none"
-            raise ValueError(f"'colors' names {named}; expected some of {', '.join(TOY_COLORS)}")
+            raise ValueError(f"'colors' names {named}; expected some of {', '.join(TOY_COLORS)} [TM247]")
         if not 1 <= self.num_frames <= 1000 or not 0 <= self.color_std <= 1:
             settings = f"num_frames {self.num_frames}, color_std {self.color_std}"
-            raise ValueError(f"found {settings}; expected 1 to 1000 frames and a standard deviation from 0 to 1")
+            raise ValueError(
+                f"found {settings}; expected 1 to 1000 frames and a standard deviation from 0 to 1 [TM248]"
+            )
 
     def color(self, index: int, offset: int = 0) -> str:
         return self.colors[(index + offset) % len(self.colors)]
@@ -57,6 +59,7 @@ def check_num_samples(num_samples: int, start_index: int = 0, key: str = "num_sa
         raise ValueError(
             f"found {key} {num_samples} and start_index {start_index}; expected {key} from 1 to 1000000 and a "
             "start_index of at least 0"
+            " [TM249]"
         )
 
 
@@ -138,7 +141,7 @@ class ToyPairs:
     def __post_init__(self) -> None:
         self.images()
         if len(set(self.colors)) != len(self.colors) or len(self.colors) < 2:
-            raise ValueError(f"'colors' is {', '.join(self.colors)}; expected two or more that differ")
+            raise ValueError(f"'colors' is {', '.join(self.colors)}; expected two or more that differ [TM250]")
 
     def images(self) -> ToyImages:
         return ToyImages(self.colors, self.num_frames, self.num_samples, self.start_index, self.color_std)

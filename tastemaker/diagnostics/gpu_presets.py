@@ -47,5 +47,5 @@ def find_gpu(name: str) -> GpuPreset:
     preset = GPU_PRESETS.get(name.lower())
     if preset is None:
         known = f"expected one of {', '.join(GPU_PRESETS)}, or --gpu-gib with its memory"
-        raise ConfigError(f"--gpu: there is no '{name:.60}'{suggest_name(name, GPU_PRESETS)}; {known}")
+        raise ConfigError(f"--gpu: there is no '{name:.60}'{suggest_name(name, GPU_PRESETS)}; {known} [TM661]")
     return preset

@@ -79,9 +79,9 @@ def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: 
     """Return a benchmark by name, with `count` samples for each of its first `prompts` prompts."""
     known = [*BENCHMARKS, "geneval"]
     if name not in known:
-        raise ConfigError(f"there is no benchmark '{name:.60}'; expected one of {', '.join(known)}")
+        raise ConfigError(f"there is no benchmark '{name:.60}'; expected one of {', '.join(known)} [TM588]")
     if metadata is not None and name != "geneval":
-        raise ConfigError(f"--metadata: {name} has its own prompts; only geneval takes others")
+        raise ConfigError(f"--metadata: {name} has its own prompts; only geneval takes others [TM589]")
     default = GENEVAL_SIZE if name == "geneval" else DEFAULT_SIZE
     size = default[0] if prompts is None else prompts, default[1] if count is None else count
     try:
@@ -89,7 +89,7 @@ def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: 
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"--num-prompts, --count: {error}") from error
+        raise ConfigError(f"--num-prompts, --count: {error} [TM590]") from error
 
 
 def default_verifier(benchmark: str) -> str:
@@ -115,7 +115,9 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Run all stages of an evaluation with progress bars, print its table, and return the report."""
     if options.benchmark.video and config.model.frames == 1:
-        raise ConfigError(f"{options.benchmark.name} needs videos, but the model generates images; name another")
+        raise ConfigError(
+            f"{options.benchmark.name} needs videos, but the model generates images; name another [TM591]"
+        )
     output_paths.check_output_directory(out)
     # Every rank generates samples by itself.
     config = replace(config, engine=replace(config.engine, context_parallel=1))
@@ -190,9 +192,11 @@ def score_folder(
 ) -> dict[str, Any]:
     """Score a folder of images in the layout of GenEval's scripts, on one or several ranks. Resumes if interrupted."""
     if images is None:
-        raise ConfigError("there is nothing to evaluate; name a recipe or a run by --model, or a folder by --images")
+        raise ConfigError(
+            "there is nothing to evaluate; name a recipe or a run by --model, or a folder by --images [TM592]"
+        )
     if benchmark.name != "geneval":
-        raise ConfigError(f"--images: {benchmark.name} generates its own samples; only geneval scores a folder")
+        raise ConfigError(f"--images: {benchmark.name} generates its own samples; only geneval scores a folder [TM593]")
     out = output_paths.check_output_directory(out or Path("evaluations") / f"geneval-{images.resolve().name}")
     files = find_images(benchmark, images)
     comm, initialized = distributed.init_process_group(placement.device)

@@ -56,6 +56,7 @@ def geneval(
     if count < 1 or samples_per_prompt < 1:
         raise ValueError(
             f"GenEval got {count} prompts and {samples_per_prompt} samples per prompt; expected at least 1 and 1"
+            " [TM603]"
         )
     rows = (read_metadata(metadata) if metadata else published_prompts())[:count]
     return Benchmark(
@@ -78,6 +79,7 @@ def published_prompts() -> tuple[Metadata, ...]:
         raise ConfigError(
             f"the regenerated prompts have the MD5 {md5}, the published ones {METADATA_MD5}, because this NumPy draws "
             f"other random numbers; download {METADATA_URL} and give it with --metadata"
+            " [TM604]"
         )
     return tuple(json.loads(line) for line in text.splitlines())
 
@@ -136,15 +138,17 @@ def read_metadata(path: Path) -> tuple[Metadata, ...]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as one JSON mapping a line ({error}); check the path") from error
+        raise ConfigError(
+            f"{path} cannot be read as one JSON mapping a line ({error}); check the path [TM605]"
+        ) from error
     if not rows:
-        raise ConfigError(f"{path} holds no prompts; expected GenEval's {METADATA}")
+        raise ConfigError(f"{path} holds no prompts; expected GenEval's {METADATA} [TM606]")
     return tuple(_check_row(row, f"{path}, line {number}") for number, row in enumerate(rows, 1))
 
 
 def _check_row(row: Any, where: str) -> Metadata:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise ConfigError(f"{where}: has no 'prompt'; expected a mapping as in GenEval's {METADATA}")
+        raise ConfigError(f"{where}: has no 'prompt'; expected a mapping as in GenEval's {METADATA} [TM607]")
     validate_metadata(row, where)
     return row
 
@@ -155,7 +159,7 @@ def _check_row(row: Any, where: str) -> Metadata:
 def find_images(benchmark: Benchmark, folder: Path) -> list[Path]:
     """List the images in the layout of GenEval's scripts, ordered by prompt. None may be missing or left over."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on")
+        raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on [TM608]")
     existing = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
     expected = [f"{prompt:05d}" for prompt in range(len(benchmark))]
     missing = [name for name in expected if name not in existing]
@@ -168,7 +172,9 @@ def find_images(benchmark: Benchmark, folder: Path) -> list[Path]:
 def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[Path]:
     metadata_file, samples = folder / "metadata.jsonl", folder / "samples"
     if not metadata_file.is_file() or not samples.is_dir():
-        raise ConfigError(f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them")
+        raise ConfigError(
+            f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them [TM609]"
+        )
     try:  # one JSON mapping, on several lines as in Image-Generation-CoT, or one a line
         metadata = _check_row(json.loads(metadata_file.read_text(encoding="utf-8")), f"{metadata_file}")
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
@@ -177,6 +183,7 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
         raise ConfigError(
             f"{metadata_file} asks for '{metadata['prompt']:.80}', but prompt {prompt} is "
             f"'{benchmark.prompts[prompt]:.80}'; give the {METADATA} of the images with --metadata"
+            " [TM610]"
         )
     files = sorted(path for path in samples.iterdir() if not path.name.startswith("."))
     extra = [path.name for path in files if not IMAGE_NAME.fullmatch(path.name)]
@@ -193,6 +200,7 @@ def _check_complete(folder: Path, missing: Sequence[str], extra: Sequence[str], 
             raise ConfigError(
                 f"{folder} {verb} {len(names)} {what}, {names[0]} the first; complete it, or describe it with "
                 "--num-prompts, --count and --metadata"
+                " [TM611]"
             )
 
 
@@ -234,7 +242,9 @@ def parse_detector(detector: str, *, self_test: bool) -> GenevalReward:
         RewardSpec, {"type": "geneval", **(settings if isinstance(settings, dict) else {})}, "--detector"
     )
     if not isinstance(spec, GenevalReward):
-        raise ConfigError(f"--detector: found '{detector:.60}'; expected settings of GenEval's, as {{threshold: 0.4}}")
+        raise ConfigError(
+            f"--detector: found '{detector:.60}'; expected settings of GenEval's, as {{threshold: 0.4}} [TM612]"
+        )
     return replace(spec, self_test=spec.self_test and self_test)
 
 
@@ -334,6 +344,7 @@ def fetch_verified(file: PublishedFile, console: Console) -> Path:
         raise DownloadError(
             f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy "
             f"the file to {file.path}, or give its path: --detector, or `weights:` of the reward"
+            " [TM613]"
         ) from error
     try:
         file.verify(partial)

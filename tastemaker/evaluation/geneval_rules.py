@@ -106,10 +106,12 @@ def validate_metadata(metadata: Metadata, where: str) -> None:
     for entries in (include, exclude):
         if not isinstance(entries, list | tuple) or not all(isinstance(entry, Mapping) for entry in entries):
             raise ConfigError(
-                f"{where}: objects are {entries!s:.60}; expected a list of mappings with 'class' and 'count'"
+                f"{where}: objects are {entries!s:.60}; expected a list of mappings with 'class' and 'count' [TM614]"
             )
     if not isinstance(metadata.get("tag"), str) or not (include or exclude):
-        raise ConfigError(f"{where}: metadata have no 'tag' or no 'include'; expected those of GenEval's layout")
+        raise ConfigError(
+            f"{where}: metadata have no 'tag' or no 'include'; expected those of GenEval's layout [TM615]"
+        )
     for entry in (*include, *exclude):
         _validate_object(entry, where)
     for index, entry in enumerate(include):
@@ -120,11 +122,11 @@ def validate_metadata(metadata: Metadata, where: str) -> None:
 def _validate_object(entry: Mapping[str, Any], where: str) -> None:
     name, count, color = entry.get("class"), entry.get("count"), entry.get("color", COLORS[0])
     if name not in CLASSES:
-        raise ConfigError(f"{where}: GenEval knows no class '{name!s:.60}'{suggest_name(str(name), CLASSES)}")
+        raise ConfigError(f"{where}: GenEval knows no class '{name!s:.60}'{suggest_name(str(name), CLASSES)} [TM616]")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"{where}: the count of '{name}' is {count!s:.20}; expected a whole number from 1")
+        raise ConfigError(f"{where}: the count of '{name}' is {count!s:.20}; expected a whole number from 1 [TM617]")
     if color not in COLORS:
-        raise ConfigError(f"{where}: GenEval knows no color '{color!s:.60}'{suggest_name(str(color), COLORS)}")
+        raise ConfigError(f"{where}: GenEval knows no color '{color!s:.60}'{suggest_name(str(color), COLORS)} [TM618]")
 
 
 def _validate_position(entry: Mapping[str, Any], index: int, where: str) -> None:
@@ -134,6 +136,7 @@ def _validate_position(entry: Mapping[str, Any], index: int, where: str) -> None
         raise ConfigError(
             f"{where}: the position of '{entry['class']}' is {position!s:.60}; expected one of {', '.join(RELATIONS)}, "
             "and the number of an object before it"
+            " [TM619]"
         )
 
 

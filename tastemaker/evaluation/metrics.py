@@ -17,7 +17,7 @@ def diversity(groups: Tensor) -> float:
     flat = groups.flatten(2).double()
     count = flat.shape[1]
     if count < 2:
-        raise ValueError(f"there is {count} image per prompt; diversity needs at least two")
+        raise ValueError(f"there is {count} image per prompt; diversity needs at least two [TM635]")
     distances = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, S, S]
     return float((distances.sum((1, 2)) / (count * (count - 1))).mean())
 
@@ -31,7 +31,9 @@ def feature_moments(features: Tensor) -> tuple[Tensor, Tensor]:
 def frechet_distance(a: Tensor, b: Tensor) -> float:
     """Frechet distance between Gaussians fitted to features [N, C] and [M, C] (Heusel et al. 2017)."""
     if min(len(a), len(b)) < 2:
-        raise ValueError(f"there are {len(a)} and {len(b)} images; a Frechet distance needs at least two of each")
+        raise ValueError(
+            f"there are {len(a)} and {len(b)} images; a Frechet distance needs at least two of each [TM636]"
+        )
     return frechet_distance_from_moments(*feature_moments(a), *feature_moments(b))
 
 
@@ -52,7 +54,9 @@ def kernel_distance(a: Tensor, b: Tensor, subsets: int = 100, size: int = 1000) 
     """KID (Binkowski et al. 2018) of features [N, C] and [M, C]: mean and standard deviation over random subsets."""
     size = min(size, len(a), len(b))
     if size < 2:
-        raise ValueError(f"there are {len(a)} and {len(b)} images; a kernel distance needs at least two of each")
+        raise ValueError(
+            f"there are {len(a)} and {len(b)} images; a kernel distance needs at least two of each [TM637]"
+        )
     generator = torch.Generator().manual_seed(0)
     distances = []
     for _ in range(subsets):
@@ -76,7 +80,9 @@ def _cubic_kernel(a: Tensor, b: Tensor, width: int) -> Tensor:
 def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, float]:
     """Inception score (Salimans et al. 2016) of class probabilities [N, classes]: mean and deviation over splits."""
     if len(probabilities) < splits:
-        raise ValueError(f"there are {len(probabilities)} images; an Inception score in {splits} splits needs more")
+        raise ValueError(
+            f"there are {len(probabilities)} images; an Inception score in {splits} splits needs more [TM638]"
+        )
     scores = []
     for part in probabilities.double().tensor_split(splits):
         mean = part.mean(0, keepdim=True)
@@ -94,6 +100,7 @@ def precision_recall(
         raise ValueError(
             f"there are {len(real)} real and {len(generated)} generated images; "
             f"expected more than {num_neighbors} of each"
+            " [TM639]"
         )
     precision = _manifold_coverage(generated, real, num_neighbors, chunk_size)
     return precision, _manifold_coverage(real, generated, num_neighbors, chunk_size)

@@ -68,6 +68,7 @@ def copy_other_components(base: Path, layout: PipelineLayout, folder: Path) -> N
         raise ConfigError(
             f"{base} has no readable {INDEX_FILE}, so the pipeline's other components are unknown; "
             "add --network-only to leave them out"
+            " [TM662]"
         ) from error
     components = [name for name, entry in index.items() if isinstance(entry, list) and name not in layout.components]
     for component in components:
@@ -100,11 +101,13 @@ def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
     import diffusers
 
     if options.layout != "diffusers":
-        raise ConfigError(f"--layout: {options.layout} does not know this model; give diffusers, or leave it out")
+        raise ConfigError(
+            f"--layout: {options.layout} does not know this model; give diffusers, or leave it out [TM663]"
+        )
     config = load_any_config(options.run_dir / CONFIG_FILE, CPU_OVERRIDES)
     step_dir = checkpoint.latest_checkpoint(options.run_dir)
     if step_dir is None or not isinstance(config, RunConfig) or not config.model.converts_to_diffusers:
-        raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run")
+        raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run [TM664]")
     tensors, chosen = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
     conversion = config.model.to_diffusers({key: x.detach().to(options.dtype) for key, x in tensors.items()})
     partial = options.out.with_name(f".{options.out.name}.partial")

@@ -102,6 +102,7 @@ class InitializedLora:
                 f"{self.path} has adapters of rank {rank} on {len(adapters)} layers, and tuning asks for rank "
                 f"{self.tuning.rank} on {len(layers)}; set tuning.rank={rank}, tuning.modules={_modules(adapters)}, "
                 "and tuning.target_modules to its layers"
+                " [TM678]"
             )
         tuning_alpha = 2 * rank if self.tuning.alpha is None else self.tuning.alpha
         _copy_factors(adapters, weights, alpha / tuning_alpha)
@@ -192,9 +193,11 @@ def write_original_lora(weights: LoraWeights, layout: PipelineLayout, path: Path
     layers = {key.partition(".lora_")[0] for key in weights.trainable()}
     net_layers = {layer for layer in layers if not layer.startswith(TEXT_ENCODER_PREFIX)}
     if layout.original_lora_layers is None:
-        raise ConfigError("--layout: the authors of this network have no layout for adapters; give diffusers")
+        raise ConfigError("--layout: the authors of this network have no layout for adapters; give diffusers [TM679]")
     if layout.pipeline_class and net_layers != layers:
-        raise ConfigError("--layout: the authors of this network have no names for text encoders; give diffusers")
+        raise ConfigError(
+            "--layout: the authors of this network have no names for text encoders; give diffusers [TM680]"
+        )
     names = {layer: layer for layer in layers - net_layers}
     names |= {layer: name for name, layer in layout.original_lora_layers(sorted(net_layers), weights.net).items()}
     scale, tensors = weights.config.lora_alpha / layout.original_lora_alpha, {}
@@ -221,7 +224,7 @@ def read_lora(
         adapters = match_layers(tensors, LoraLayerNames.from_model(model.net, encoders, layout), path)
     shapes = {(len(factors.down), factors.alpha) for factors in adapters.values()}
     if len(shapes) > 1:
-        raise ConfigError(f"{path} has adapters of several ranks or alphas; expected one for all layers")
+        raise ConfigError(f"{path} has adapters of several ranks or alphas; expected one for all layers [TM681]")
     return adapters, *shapes.pop()
 
 
@@ -298,13 +301,16 @@ def match_layers(tensors: Mapping[str, Tensor], layers: LoraLayerNames, path: Pa
                 stem = key.removesuffix(down_suffix)
                 layer = layers.find(stem)
                 if layer is None:
-                    raise ConfigError(f"{path} adapts '{stem}', which this network does not have; name its base model")
+                    raise ConfigError(
+                        f"{path} adapts '{stem}', which this network does not have; name its base model [TM682]"
+                    )
                 alpha = tensors.get(stem + LORA_ALPHA)
                 alpha_value = layers.default_alpha(stem, len(down)) if alpha is None else float(alpha)
                 adapters[layer] = LoraFactors(down, tensors[stem + up_suffix], alpha_value)
     if not adapters:
         raise ConfigError(
             f"{path} holds no adapters; expected tensors such as transformer.X{LORA_A} or lora_unet_X{LORA_DOWN}"
+            " [TM683]"
         )
     return adapters
 
@@ -321,6 +327,7 @@ def match_unnamed_factors(factors: Sequence[Tensor], net: nn.Module, path: Path)
         raise ConfigError(
             f"{path} holds {len(factors)} factors without names, which do not fit this network's {len(layers)} layers "
             "in order; name its base model, or adapters whose layers are named"
+            " [TM684]"
         )
     rank = max(len(down) for _, down in pairs)  # narrow layers have a lower rank and are padded with zeros
     return {
@@ -378,5 +385,5 @@ def only_lora_file(folder: Path, name: str) -> Path:
     files = sorted(file for file in folder.iterdir() if file.suffix in LORA_SUFFIXES and file.is_file())
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "no LoRA file"
-        raise ConfigError(f"{name:.200} holds {names:.200}; expected one LoRA file, so pass its path")
+        raise ConfigError(f"{name:.200} holds {names:.200}; expected one LoRA file, so pass its path [TM685]")
     return files[0]

@@ -67,6 +67,7 @@ class BlockVaeSpec(AutoencoderSpec):
             raise ConfigError(
                 f"autoencoder.mid_channels: '{self.weights!s:.200}' has {count} middle blocks, and "
                 f"{list(self.mid_channels)} gives {own}, one per neighboring pair; set it to {expected}"
+                " [TM419]"
             )
 
     def with_inferred_sizes(self, tensors: Mapping[str, Tensor]) -> Self:

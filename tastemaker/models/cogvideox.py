@@ -133,7 +133,9 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor] | None:
     """Return cosines and sines of the rotary positions, which 5B has; 2B adds positions to its latents."""
     if config.patch_size_t is not None:
-        raise ConfigError("model.weights is CogVideoX 1.5, which takes frames by twos; expected 2B or 5B of 1.0")
+        raise ConfigError(
+            "model.weights is CogVideoX 1.5, which takes frames by twos; expected 2B or 5B of 1.0 [TM422]"
+        )
     if not config.use_rotary_positional_embeddings:
         return None
     from diffusers.models.embeddings import get_3d_rotary_pos_embed

@@ -97,9 +97,10 @@ class DitSpec(ModelSpec):
             unit = self.downsample_factor * self.patch_size
             raise ValueError(
                 f"'image_size' is {self.image_size}; expected a multiple of downsample_factor times patch_size, {unit}"
+                " [TM423]"
             )
         if self.width % self.heads:
-            raise ValueError(f"'width' is {self.width}; expected a multiple of 'heads', which is {self.heads}")
+            raise ValueError(f"'width' is {self.width}; expected a multiple of 'heads', which is {self.heads} [TM424]")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

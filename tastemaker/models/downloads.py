@@ -81,7 +81,7 @@ def required_sources(name: str) -> list[WeightsSource]:
         return [WeightsSource(f"{owner}/{repository}", "/".join(inside))]
     known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS]
     raise ConfigError(
-        f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest_name(name, known_names)}"
+        f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest_name(name, known_names)} [TM425]"
     )
 
 
@@ -127,7 +127,9 @@ def required_files(hub: str) -> dict[str, int]:
     sizes = {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
     files = [PurePosixPath(name) for name in select_needed_files(list(sizes))]
     if not files:
-        raise DownloadError(f"{hub} has no weights in a supported format; see its page, or name another repository")
+        raise DownloadError(
+            f"{hub} has no weights in a supported format; see its page, or name another repository [TM426]"
+        )
     order = sorted(files, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))
     return {str(name): sizes[str(name)] for name in order}
 
@@ -146,13 +148,17 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        raise DownloadError(f"{source} is gated; request access at {page}, then log in with `hf auth login`") from error
+        raise DownloadError(
+            f"{source} is gated; request access at {page}, then log in with `hf auth login` [TM427]"
+        ) from error
     except errors.RepositoryNotFoundError as error:
-        raise DownloadError(f"the hub has no public repository {source.hub}; check the name at {page}") from error
+        raise DownloadError(
+            f"the hub has no public repository {source.hub}; check the name at {page} [TM428]"
+        ) from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise hub_error(source, error) from error
-        raise DownloadError(f"{source.hub} has no file '{source.file}'; see {page}/tree/main") from error
+        raise DownloadError(f"{source.hub} has no file '{source.file}'; see {page}/tree/main [TM429]") from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise hub_error(source, error) from error
     except Exception as error:  # of the HTTP library
@@ -166,4 +172,5 @@ def hub_error(source: WeightsSource, error: Exception) -> DownloadError:
     return DownloadError(
         f"{source} could not be downloaded ({reason}); run the command again to resume once the hub can be reached, "
         "or copy the file to this machine and give its path"
+        " [TM430]"
     )

@@ -59,6 +59,7 @@ class KontextBackbone(FluxBackbone):
             raise ValueError(
                 f"'{prompt:.80}' has no `image` in its metadata, but others have; give a path or pixels [F, 3, H, W] "
                 "for each prompt, or for none"
+                " [TM431]"
             )
         return pack_latents(self.encode(pixels.to(self.img_ids.device)[None])[:, 0])[0]
 

@@ -82,7 +82,7 @@ def list_rank_files(path: Path, pattern: str) -> list[Path]:
     world_sizes = {int(match[2]) for file in files if (match := RANK_FILE.fullmatch(file.name))}
     if files and world_sizes != {len(files)}:
         expected = max(world_sizes, default=0)
-        raise ConfigError(f"{path} holds {len(files)} of {expected} files {pattern}; copy all of them")
+        raise ConfigError(f"{path} holds {len(files)} of {expected} files {pattern}; copy all of them [TM459]")
     return files
 
 
@@ -98,7 +98,7 @@ def has_config_metadata(path: Path) -> bool:
         with safe_open(path, framework="pt") as file:
             return "config" in (file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file ({error}); download it again") from error
+        raise ConfigError(f"{path} is not a readable safetensors file ({error}); download it again [TM460]") from error
 
 
 def normalize_keys(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -131,7 +131,9 @@ def _from_llama(tensors: Mapping[str, Tensor]) -> Tensors:
 def assign_state_dict(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, name: str) -> None:
     """Assign tensors as `dtype` to a network, which may be on the meta device; refuse those of another network."""
     if any(isinstance(x, RankShards) for x in tensors.values()):
-        raise ConfigError(f"'{name:.200}' holds the shards of one rank; name the folder with the files of all ranks")
+        raise ConfigError(
+            f"'{name:.200}' holds the shards of one rank; name the folder with the files of all ranks [TM461]"
+        )
     own = net.state_dict()
     missing, unknown = [key for key in own if key not in tensors], [key for key in tensors if key not in own]
     if missing or unknown:
@@ -139,6 +141,7 @@ def assign_state_dict(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torc
         reasons += [f"it has {abbreviate_keys(unknown)}, unknown here"] if unknown else []
         raise ConfigError(
             f"the weights '{name:.200}' are of another network: {' and '.join(reasons)}; name others{_run_advice(name)}"
+            " [TM462]"
         )
     for key, x in own.items():
         if x.shape != tensors[key].shape:
@@ -146,6 +149,7 @@ def assign_state_dict(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torc
             raise ConfigError(
                 f"the weights '{name:.200}' are of another network: {shapes}; set the sizes they were trained with"
                 f"{_run_advice(name)}"
+                " [TM463]"
             )
     # Copied, because they may be memory-mapped from the file.
     converted = {key: tensors[key].to(dtype if x.is_floating_point() else x.dtype, copy=True) for key, x in own.items()}
@@ -183,6 +187,7 @@ def check_token_count(ids: Tensor, pixels: Tensor, shape: tuple[int, ...], size:
         raise ConfigError(
             f"data: images of {height}x{width} pixels have {ids.shape[1]} tokens, the model has {shape[0]}; "
             f"set data.image_size={size}"
+            " [TM464]"
         )
     return ids
 

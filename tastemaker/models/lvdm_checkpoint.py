@@ -47,6 +47,7 @@ def read_lvdm_checkpoint(path: Path) -> Tensors:
             raise ConfigError(
                 f"{path} is no checkpoint of VideoCrafter: nothing in it begins with '{prefix}'; "
                 "name its model.ckpt, or a folder in diffusers' layout"
+                " [TM466]"
             )
     return tensors
 
@@ -122,7 +123,7 @@ def unet_to_diffusers(tensors: Mapping[str, Tensor], keys: Sequence[str], config
     unknown = [key for key in tensors if key not in names]
     if unknown:
         raise ConfigError(
-            f"the checkpoint has {abbreviate_keys(unknown)}, unknown to this network; name the model it is of"
+            f"the checkpoint has {abbreviate_keys(unknown)}, unknown to this network; name the model it is of [TM467]"
         )
     return {names[key]: x[..., 0] if POINTWISE_CONV.fullmatch(key) else x for key, x in tensors.items()}
 

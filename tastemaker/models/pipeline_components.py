@@ -76,7 +76,7 @@ class PublishedSpec(ModelSpec):
     def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
         """Put the text encoders of the pipeline behind a cache."""
         if not self.text_encoders:
-            raise ConfigError("embed: this model has no text encoder of its own; name one of another type")
+            raise ConfigError("embed: this model has no text encoder of its own; name one of another type [TM495]")
         settings = {key: getattr(self, name) for key, name in self.embedding_settings.items()}
         return components.cache_text_encoders(
             lambda: self.load_text_encoders(components),
@@ -87,7 +87,7 @@ class PublishedSpec(ModelSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> TextEncoders:
         """Load the text encoders of the pipeline."""
-        raise NotImplementedError(f"{type(self).__name__} does not load its text encoders")
+        raise NotImplementedError(f"{type(self).__name__} does not load its text encoders [TM496]")
 
 
 class ImageSpec(PublishedSpec):
@@ -132,13 +132,14 @@ class PipelineComponents:
             raise ConfigError(
                 f"{self.path} is a file; expected a folder in diffusers' layout, such as {source.hub}, and one file of "
                 "the network as `transformer` or `unet` beside it"
+                " [TM497]"
             )
         self.placement, self.seed = placement, seed
         self.configs = tiny_configs
         if self.full_size:
             known, hub = published_configs or {}, hub or source.hub
             if hub not in known:
-                raise ConfigError(f"the size of '{hub:.100}' is not known; expected one of {', '.join(known)}")
+                raise ConfigError(f"the size of '{hub:.100}' is not known; expected one of {', '.join(known)} [TM498]")
             self.configs = known[hub]
 
     def config(self, component: str) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class PipelineComponents:
             config: dict[str, Any] = json.loads((self.path / component / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path} has no readable {component}/{name}; expected a folder in diffusers' layout"
+                f"{self.path} has no readable {component}/{name}; expected a folder in diffusers' layout [TM499]"
             ) from error
         return config
 
@@ -284,7 +285,7 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return loader.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} holds no tokenizer; expected a folder in diffusers' layout") from error
+        raise ConfigError(f"{path} holds no tokenizer; expected a folder in diffusers' layout [TM500]") from error
 
 
 def load_pretrained(network_class: Any, path: Path, dtype: torch.dtype) -> Any:
@@ -300,11 +301,13 @@ def load_pretrained(network_class: Any, path: Path, dtype: torch.dtype) -> Any:
         net, info = network_class.from_pretrained(path, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:  # no such folder, no weights in it, tensors of other shapes
         raise ConfigError(
-            f"{path} cannot be read ({str(error).splitlines()[0]:.200}); fetch the folder again"
+            f"{path} cannot be read ({str(error).splitlines()[0]:.200}); fetch the folder again [TM501]"
         ) from error
     missing = sorted(map(str, info["missing_keys"]))
     if missing:
-        raise ConfigError(f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; fetch the folder again")
+        raise ConfigError(
+            f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; fetch the folder again [TM502]"
+        )
     return net
 
 
@@ -318,6 +321,7 @@ def load_tensors(net: Any, tensors: Mapping[str, Tensor], component: str) -> Any
         raise ConfigError(
             f"the file's tensors are not of this {component} ('{wrong[0]}' and {len(wrong) - 1} more differ); "
             "name one of the same model, in diffusers' or the authors' layout"
+            " [TM503]"
         )
     net.load_state_dict(dict(tensors), assign=True)
     return net.requires_grad_(True)

@@ -30,7 +30,7 @@ class PlaygroundBackbone(Backbone):
         try:
             token_ids = tokenize(prompts, self.max_text_tokens).to(self.device)
         except ValueError as error:
-            raise ConfigError(f"prompt: {error}") from error
+            raise ConfigError(f"prompt: {error} [TM504]") from error
         return Condition(tuple(prompts), {"token_ids": token_ids}, tuple(metadata))
 
 

@@ -53,6 +53,7 @@ def find_weights(name: str, source: WeightsSource) -> Path:
         raise ConfigError(
             f"the weights '{name:.200}' were not found; expected a local path, or {source} from the hub "
             f"({source.size}, {source.license}{gated}); download them with `tastemaker download {download}`"
+            " [TM505]"
         )
     return cached
 
@@ -117,7 +118,9 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
         try:
             return dict(load_file(path))
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} is not a readable safetensors file ({error}); download it again") from error
+            raise ConfigError(
+                f"{path} is not a readable safetensors file ({error}); download it again [TM506]"
+            ) from error
     return unwrap_state_dict(load_pickle(path), path)
 
 
@@ -129,7 +132,7 @@ def _load_folder(path: Path) -> dict[str, Tensor]:
         if (path / name).is_file():
             return load_state_dict(path / name)
     expected = ", ".join(SINGLE_FILE_NAMES)
-    raise ConfigError(f"{path} holds no weights; expected one of {expected}, or shards with their index")
+    raise ConfigError(f"{path} holds no weights; expected one of {expected}, or shards with their index [TM507]")
 
 
 def unwrap_state_dict(data: Any, path: Path, wrappers: Sequence[str] = STATE_DICT_WRAPPERS) -> dict[str, Tensor]:
@@ -141,7 +144,7 @@ def unwrap_state_dict(data: Any, path: Path, wrappers: Sequence[str] = STATE_DIC
     if not isinstance(data, Mapping) or wrong or not data:
         reason = f"'{wrong[0]!s:.60}' in it is no tensor" if wrong else f"it holds a {type(data).__name__}"
         raise ConfigError(
-            f"{path} is no state dict: {reason}; expected tensors by name, or one of {', '.join(wrappers)}"
+            f"{path} is no state dict: {reason}; expected tensors by name, or one of {', '.join(wrappers)} [TM508]"
         )
     return dict(data)
 
@@ -171,6 +174,7 @@ def load_weights_into(
         raise ConfigError(
             f"the weights '{name!s:.200}' are of another network ('{wrong[0]}'{more} differ); "
             "set the sizes they were trained with, or name other weights"
+            " [TM509]"
         )
     net.load_state_dict(dict(tensors), strict=False)
 

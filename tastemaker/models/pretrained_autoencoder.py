@@ -44,18 +44,20 @@ def load_vae(name: str | None, channels: int, factor: int, placement: Placement)
     try:
         loaded = with_fast_convolutions(load_autoencoder(name, placement))
     except ConfigError as error:
-        raise ConfigError(f"model.autoencoder: {error}") from error
+        raise ConfigError(f"model.autoencoder: {error} [TM510]") from error
     net = as_autoencoder(loaded)
     if not net.channels:
         raise ConfigError(
             f"model.autoencoder: '{name:.200}' is a {type(loaded).__name__} without continuous latents; "
             "train a VAE with `tastemaker train playground-vae`"
+            " [TM511]"
         )
     if (net.channels, net.stride) != (channels, factor):
         raise ConfigError(
             f"model.autoencoder: '{name:.200}' has {net.channels} latent channels and downsample factor {net.stride}, "
             f"the model expects {channels} and {factor}; set model.latent_channels={net.channels} and "
             f"model.downsample_factor={net.stride}, or another autoencoder"
+            " [TM512]"
         )
     return net
 
@@ -67,12 +69,13 @@ def _load_from_yaml(name: str, placement: Placement) -> nn.Module | None:
     try:
         data = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"'{name:.200}' cannot be read ({error!s:.200}); expected YAML in UTF-8") from error
+        raise ConfigError(f"'{name:.200}' cannot be read ({error!s:.200}); expected YAML in UTF-8 [TM513]") from error
     settings = data.get("autoencoder") if isinstance(data, dict) else None
     if not isinstance(settings, dict) or not {"type", "weights"} <= settings.keys():
         raise ConfigError(
             f"'{name:.200}' has no section `autoencoder`; expected autoencoder: {{type: block_vae, weights: ..., ...}} "
             "in this file"
+            " [TM514]"
         )
     spec, weights = _make_spec(str(settings.pop("type")), settings, name), str(settings["weights"])
     is_folder = Path(weights).expanduser().is_dir()  # folders come with their sizes
@@ -113,6 +116,7 @@ def _load_own(name: str) -> nn.Module:
     if "type" not in settings:
         raise ConfigError(
             f"'{name:.200}' holds no vae and no other autoencoder; train one with `tastemaker train playground-vae`"
+            " [TM515]"
         )
     return build_autoencoder(settings.pop("type"), settings, tensors, name)
 
@@ -137,7 +141,9 @@ def _make_spec(type_name: str, settings: Mapping[str, Any], name: str) -> Autoen
     try:
         spec: AutoencoderSpec = spec_class(**arguments)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"'{name:.200}': wrong settings of {type_name} ({error!s:.200}); correct them") from error
+        raise ConfigError(
+            f"'{name:.200}': wrong settings of {type_name} ({error!s:.200}); correct them [TM516]"
+        ) from error
     return spec
 
 
@@ -148,6 +154,7 @@ def _infer_sizes(spec: AutoencoderSpec, tensors: Mapping[str, Tensor], name: str
         raise ConfigError(
             f"'{name:.200}' cannot be loaded as {AUTOENCODERS.name(type(spec))} ({error!s:.200}); name a YAML file "
             "with a section `autoencoder` that has its settings and names it as `weights`"
+            " [TM517]"
         ) from error
 
 

@@ -216,7 +216,9 @@ def check_position_table(components: PipelineComponents, spec: Sd3Spec) -> None:
     """Refuse images with more patches per side than the transformer's position table has."""
     limit = int(components.config("transformer")["pos_embed_max_size"]) * DOWNSAMPLE_FACTOR * PATCH_SIZE
     if max(spec.height, spec.width) > limit:
-        raise ConfigError(f"model: images of {spec.height}x{spec.width} are too large for it; ask for {limit} at most")
+        raise ConfigError(
+            f"model: images of {spec.height}x{spec.width} are too large for it; ask for {limit} at most [TM524]"
+        )
 
 
 def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents) -> dict[str, Tensor]:

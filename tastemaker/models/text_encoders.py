@@ -177,4 +177,5 @@ class CachedTextEncoder:
             raise ConfigError(
                 f"the prompt '{text:.60}' is not among the {len(self.store)} in {self.store.folder}, and no text "
                 f"encoder can be loaded for it ({error}); add it with `tastemaker embed`"
+                " [TM537]"
             ) from error

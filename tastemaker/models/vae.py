@@ -67,6 +67,7 @@ class CustomAutoencoderSpec(AutoencoderSpec):
             raise ConfigError(
                 f"autoencoder.class_path: '{self.class_path:.60}' is no nn.Module with a classmethod from_config; "
                 "add it"
+                " [TM538]"
             )
         net: nn.Module = cls.from_config(dict(self.params))
         if self.weights:

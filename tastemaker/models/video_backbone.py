@@ -107,11 +107,12 @@ class VideoCompression:
             nearest = max(0, round((frames - 1) / self.chunk_frames)) * self.chunk_frames + 1
             raise ValueError(
                 f"'frames' is {frames}; expected one more than a multiple of {self.chunk_frames}, such as {nearest}"
+                " [TM539]"
             )
         unit = self.patch_size * self.spatial_ratio
         for name, length in (("height", height), ("width", width)):
             if length % unit:
-                raise ValueError(f"'{name}' is {length}; expected a multiple of {unit}")
+                raise ValueError(f"'{name}' is {length}; expected a multiple of {unit} [TM540]")
 
 
 class VideoSpec(PublishedSpec):
@@ -212,6 +213,7 @@ def check_clip_shape(pixels: Tensor, expected: tuple[int, int, int, int]) -> Non
         raise ConfigError(
             f"the clips are {data_frames} frames of {data_width}x{data_height} and the model makes {frames} of "
             f"{width}x{height}; set data.image_size, or model.frames, model.height and model.width"
+            " [TM541]"
         )
 
 

@@ -162,6 +162,7 @@ class WanBackbone(VideoBackbone):
         if components.full_size and boundary_ratio is not None:
             raise ConfigError(
                 "random weights of a published size are those of one transformer; leave model.boundary_ratio out"
+                " [TM542]"
             )
         first = components.load_trainable("transformer", WanTransformer3DModel)
         if boundary_ratio is not None:
@@ -171,6 +172,7 @@ class WanBackbone(VideoBackbone):
             raise ConfigError(
                 f"{components.path} holds two transformers, expected the time at which they take turns; set "
                 "model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B)"
+                " [TM543]"
             )
         return first
 
@@ -185,6 +187,7 @@ class WanBackbone(VideoBackbone):
                 f"model: the autoencoder of '{spec.weights:.200}' has {channels} channels and factor {factor}, the "
                 f"settings say {spec.latent_channels} and {spec.downsample_factor}; set "
                 f"model.latent_channels={channels} and model.downsample_factor={factor}"
+                " [TM544]"
             )
         return FrozenVideoVae.from_network(vae, wan_decoder(vae, spec.checkpoint_decoder))
 

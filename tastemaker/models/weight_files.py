@@ -41,7 +41,7 @@ def read_weights(name: str | Path) -> tuple[Tensors, dict[str, Any]]:
     try:
         return tensors, json.loads(metadata.get("config", "{}"))
     except ValueError as error:
-        raise ConfigError(f"{path}: its configuration is no JSON ({error}); write the file again") from error
+        raise ConfigError(f"{path}: its configuration is no JSON ({error}); write the file again [TM545]") from error
 
 
 def is_shipped(name: str) -> bool:
@@ -61,7 +61,7 @@ def shipped_weights_path(name: str) -> Path:
                 f"; an installed wheel holds the playground's weights of `tastemaker demo` only: for the others, clone "
                 f"the repository, or copy its folder {folder} to {PACKAGE_ROOT / PLAYGROUND / 'weights'}"
             )
-        raise ConfigError(f"{message}; this installation has {', '.join(known) or 'none'}")
+        raise ConfigError(f"{message}; this installation has {', '.join(known) or 'none'} [TM546]")
     home, _, short = name.rpartition("/")
     return PACKAGE_ROOT / home / "weights" / f"{short}.safetensors"
 
@@ -83,7 +83,9 @@ def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no dictionary
             metadata: dict[str, str] = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file ({error}); download or write it again") from error
+        raise ConfigError(
+            f"{path} is not a readable safetensors file ({error}); download or write it again [TM547]"
+        ) from error
     return {key: x.float() if x.is_floating_point() else x for key, x in dequantize_int8(tensors).items()}, metadata
 
 
@@ -95,14 +97,16 @@ def _read_run(directory: Path) -> tuple[Tensors, dict[str, Any]]:
         if (match := STEP_FOLDER.fullmatch(path.name))
     ]
     if not steps:
-        raise ConfigError(f"{directory} has no checkpoint yet; train it first, or name other weights")
+        raise ConfigError(f"{directory} has no checkpoint yet; train it first, or name other weights [TM548]")
     newest = max(steps)[1]
     ema, live, buffers = (
         newest / f"{group}.safetensors" for group in ("snapshots/ema", "weights", "snapshots/buffers")
     )
     file = ema if ema.is_file() else live
     if not file.is_file():
-        raise ConfigError(f"{newest} is a sharded checkpoint; export the run to one file (`tastemaker export`) first")
+        raise ConfigError(
+            f"{newest} is a sharded checkpoint; export the run to one file (`tastemaker export`) first [TM549]"
+        )
     tensors, _ = _read_file(file)
     if buffers.is_file():
         tensors |= _read_file(buffers)[0]

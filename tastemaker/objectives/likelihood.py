@@ -74,11 +74,13 @@ def encode_batch(policy: Policy[Process], batch: LikelihoodBatch, rng: Randomnes
     if shape != expected:
         raise ConfigError(
             f"data: an image has {shape[0]} tokens, the model generates {expected[0]}; encode at the model's size"
+            " [TM306]"
         )
     if model.codebook_size is not None and (largest := int(batch.ids.max())) >= model.codebook_size:
         raise ConfigError(
             f"data: an image has the token {largest}, but the model's codebook has {model.codebook_size} entries, from "
             "0; encode with the model's tokenizer, or set model.codebook_size to its size"
+            " [TM307]"
         )
     return to_device(batch.ids, rng.rows.device)
 
@@ -94,7 +96,7 @@ class Likelihood(Objective[Process, LikelihoodBatch, EncodedBatch, None]):
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_dropout <= 1:
-            raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1")
+            raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1 [TM308]")
 
     def make_state(self) -> ObjectiveState:
         return LatentCache() if self.cache_latents else NoState()

@@ -37,6 +37,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
         if self.group_size < 2:
             raise ValueError(
                 f"'group_size' is {self.group_size}; expected at least 2 samples per prompt to compare with each other"
+                " [TM309]"
             )
         valid = self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0
         expected = "kl_coef of at least 0, the rest above 0"

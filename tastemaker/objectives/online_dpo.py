@@ -42,11 +42,13 @@ def make_guidance_batch(
         raise ConfigError(
             f"objective.reward_guidance_name: there is no reward '{reward_name:.60}'; name one of "
             f"{', '.join(scores.rewards)}"
+            " [TM310]"
         )
     if not trajectory.segments:
         raise ConfigError(
             "objective.reward_guidance_coef: the sampler is deterministic, so that no action can be made likelier; use "
             "a stochastic one, or set reward_guidance_coef to 0"
+            " [TM311]"
         )
     reward = scores.rewards[reward_name] if reward_name else scores.total
     log_reward = reward.clamp(min=MIN_REWARD).log().view(-1, group_size)
@@ -96,13 +98,16 @@ class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
     def __post_init__(self) -> None:
         DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps)  # checks the settings they share
         if self.group_size < 2:
-            raise ValueError(f"'group_size' is {self.group_size}; expected at least 2 samples per prompt for a pair")
+            raise ValueError(
+                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt for a pair [TM312]"
+            )
         valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
         require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")
         if self.reward_guidance_name and not self.reward_guidance_coef:
             raise ValueError(
                 f"'reward_guidance_name' is {self.reward_guidance_name!r:.60}, but 'reward_guidance_coef' is 0; set it "
                 "to a weight such as 0.1"
+                " [TM313]"
             )
 
     def experience_per_prompt(self) -> int:

@@ -113,6 +113,7 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
             raise ValueError(
                 f"'timestep_range' is {list(self.timestep_range)}; expected two rising indices within "
                 f"{self.num_grid_steps} grid steps"
+                " [TM319]"
             )
         require_settings(
             self,
@@ -128,10 +129,14 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
             "at least one timestep, a shift above 0 and the others at least 0",
         )
         if not self.branches or (self.relative and not (self.positive_words and self.negative_words)):
-            raise ValueError("no branches or no control words; expected at least one of each, or relative: false")
+            raise ValueError(
+                "no branches or no control words; expected at least one of each, or relative: false [TM320]"
+            )
         rest = self.template.replace("{prompt}", "").replace("{word}", "")
         if "{prompt}" not in self.template or "{" in rest or "}" in rest:
-            raise ValueError(f"'template' is {self.template!r:.60}; expected {{prompt}}, {{word}} and plain text")
+            raise ValueError(
+                f"'template' is {self.template!r:.60}; expected {{prompt}}, {{word}} and plain text [TM321]"
+            )
 
     def experience_per_prompt(self) -> int:
         return self.timesteps_per_sample
@@ -154,7 +159,9 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         cond = ctx.policy.embed(batch.prompts, batch.metadata)
         offline = self.offline_steps is None or ctx.rng.step < self.offline_steps
         if batch.images is None and offline and self.offline_steps is not None:
-            raise ConfigError("objective.offline_steps: the data has no images; set data.type to prompts_with_images")
+            raise ConfigError(
+                "objective.offline_steps: the data has no images; set data.type to prompts_with_images [TM322]"
+            )
         if batch.images is None or not offline:
             sample = ctx.sample(cond, start)
             return cond, sample.final, sample.start

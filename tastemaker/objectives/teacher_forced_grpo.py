@@ -86,7 +86,9 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
-            raise ValueError(f"'group_size' is {self.group_size}; expected at least 2 samples per image to compare")
+            raise ValueError(
+                f"'group_size' is {self.group_size}; expected at least 2 samples per image to compare [TM323]"
+            )
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         positive = min(self.clip_range, high, self.advantage_clip) > 0
         require_settings(self, "clip_range clip_range_high advantage_clip", positive, "all of them above 0")
@@ -100,6 +102,7 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
             raise ValueError(
                 "'emulate_bugs' has sampled_context, which does not read the image; set ce_coef, token_noise and "
                 "own_token_ratio to 0"
+                " [TM324]"
             )
 
     def experience_per_prompt(self) -> int:

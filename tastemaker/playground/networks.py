@@ -141,7 +141,9 @@ def split_quality(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
         word = before.strip().lower() if stop else ""
         if word not in QUALITIES:
             known = ", ".join(QUALITIES[1:])
-            raise ValueError(f"'{prompt:.80}' begins with '{word:.40}'; the playground's scorer expects one of {known}")
+            raise ValueError(
+                f"'{prompt:.80}' begins with '{word:.40}'; the playground's scorer expects one of {known} [TM760]"
+            )
         rest.append(after if stop else prompt)
         places.append(QUALITIES.index(word))
     return rest, places

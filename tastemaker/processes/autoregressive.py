@@ -31,6 +31,7 @@ class AutoregressiveProcess(Process):
             raise ValueError(
                 f"found temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
                 "expected temperature above 0, top_k of at least 0 and top_p in (0, 1]"
+                " [TM325]"
             )
 
     def with_sampled_log_probs(self) -> Self:

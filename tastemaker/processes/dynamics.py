@@ -76,7 +76,7 @@ class DDIM(SamplerDynamics):
 
     def __post_init__(self) -> None:
         if not 0 <= self.eta <= 1:
-            raise ValueError(f"'eta' is {self.eta}; expected a number from 0 (no noise) to 1 (ancestral)")
+            raise ValueError(f"'eta' is {self.eta}; expected a number from 0 (no noise) to 1 (ancestral) [TM326]")
 
     @property
     def stochastic(self) -> bool:
@@ -97,7 +97,9 @@ class NoiseLevelDynamics(SamplerDynamics):
 
     def __post_init__(self) -> None:
         if not (self.noise_level >= 0 and math.isfinite(self.noise_level)):
-            raise ValueError(f"'noise_level' is {self.noise_level}; expected a number of at least 0, 0 for no noise")
+            raise ValueError(
+                f"'noise_level' is {self.noise_level}; expected a number of at least 0, 0 for no noise [TM327]"
+            )
 
     @property
     def stochastic(self) -> bool:
@@ -134,7 +136,7 @@ class CPS(NoiseLevelDynamics):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_level > 1:
-            raise ValueError(f"'noise_level' is {self.noise_level}; expected at most 1, where all noise is new")
+            raise ValueError(f"'noise_level' is {self.noise_level}; expected at most 1, where all noise is new [TM328]")
 
     def step(self, path: NoisePath, step: DenoisingStep) -> SquaredErrorGaussian:
         std = step.s * math.sin(self.noise_level * math.pi / 2)

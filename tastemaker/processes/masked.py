@@ -39,6 +39,7 @@ class MaskedProcess(Process):
             raise ValueError(
                 f"found num_steps {self.num_steps}, temperature {self.temperature}, exponent {self.exponent}; "
                 "expected 1 to 10000 steps, temperature of at least 0, exponent above 0"
+                " [TM333]"
             )
 
     def with_sampled_log_probs(self) -> Self:

@@ -71,11 +71,11 @@ class RectifiedFlow(NoisePath):
 
     def __post_init__(self) -> None:
         if not self.shift > 0 or math.isinf(self.shift):
-            raise ValueError(f"'shift' is {self.shift}; expected a positive number, 1 for none")
+            raise ValueError(f"'shift' is {self.shift}; expected a positive number, 1 for none [TM334]")
         for name in ("sigma_min", "shift_terminal", "linear_quadratic_threshold"):
             level = getattr(self, name)
             if level is not None and not 0 < level < 1:
-                raise ValueError(f"'{name}' is {level}; expected a level between 0 and 1, or none")
+                raise ValueError(f"'{name}' is {level}; expected a level between 0 and 1, or none [TM335]")
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - t
@@ -165,26 +165,32 @@ class VariancePreserving(NoisePath):
 
     def __post_init__(self) -> None:
         if not 0 < self.snr_shift_scale < math.inf:
-            raise ValueError(f"'snr_shift_scale' is {self.snr_shift_scale}; expected a positive number, 1 for none")
+            raise ValueError(
+                f"'snr_shift_scale' is {self.snr_shift_scale}; expected a positive number, 1 for none [TM336]"
+            )
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
             raise ValueError(
                 "'rescale_betas_zero_snr' with prediction_type epsilon leaves nothing to predict; use v_prediction or "
                 "sample"
+                " [TM337]"
             )
         scaled = self.final_signal_scale < 1
         if not 0 < self.final_signal_scale <= 1 or (scaled and self.prediction_type == "v_prediction"):
             raise ValueError(
                 f"found final_signal_scale {self.final_signal_scale}, prediction_type {self.prediction_type}; "
                 "expected a scale above 0 and up to 1, and 1 with v_prediction"
+                " [TM338]"
             )
         if not (0 < self.beta_start <= self.beta_end < 1):
             raise ValueError(
                 f"found beta_start {self.beta_start}, beta_end {self.beta_end}; expected 0 < beta_start <= beta_end < 1"
+                " [TM339]"
             )
         if not (1 < self.num_train_timesteps <= 100_000 and 0 <= self.steps_offset < self.num_train_timesteps):
             raise ValueError(
                 f"found num_train_timesteps {self.num_train_timesteps}, steps_offset {self.steps_offset}; "
                 "expected 2 to 100000 timesteps and an offset from 0 to below them"
+                " [TM340]"
             )
 
     def _log_alphas_cumprod(self, t: Tensor) -> Tensor:
@@ -219,7 +225,7 @@ class VariancePreserving(NoisePath):
     def timesteps(self, num_steps: int) -> Tensor:
         total = self.num_train_timesteps
         if num_steps > total:
-            raise ValueError(f"{num_steps} sampling steps on a path of {total} timesteps; use fewer steps")
+            raise ValueError(f"{num_steps} sampling steps on a path of {total} timesteps; use fewer steps [TM341]")
         if self.timestep_spacing == "leading":
             visited = torch.arange(num_steps).flip(0) * (total // num_steps) + self.steps_offset
         else:
@@ -275,9 +281,10 @@ class KarrasPath(NoisePath):
             raise ValueError(
                 f"found sigma_min {self.sigma_min}, sigma_max {self.sigma_max}; "
                 f"expected 0 < sigma_min < sigma_max <= {KARRAS_SIGMA_MAX:.0f}"
+                " [TM342]"
             )
         if not (self.rho > 0 and self.log_sigma_std > 0):
-            raise ValueError(f"found rho {self.rho}, log_sigma_std {self.log_sigma_std}; expected both above 0")
+            raise ValueError(f"found rho {self.rho}, log_sigma_std {self.log_sigma_std}; expected both above 0 [TM343]")
 
     def alpha(self, t: Tensor) -> Tensor:
         return (1 + karras_sigma(t) ** 2).rsqrt()

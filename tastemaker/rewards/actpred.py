@@ -94,7 +94,7 @@ class ActionClassifier:
         frames = videos.shape[1] - videos.shape[1] % self.tubelet_size
         if not frames:
             expected = f"expected videos of {self.tubelet_size} frames or more"
-            raise ValueError(f"{expected} to classify actions, got {videos.shape[1]}")
+            raise ValueError(f"{expected} to classify actions, got {videos.shape[1]} [TM344]")
         prepared = self.preprocessing(videos[:, :frames].flatten(0, 1))
         prepared = prepared.view(len(videos), frames, *prepared.shape[1:])
         self._set_num_frames(frames)
@@ -118,7 +118,7 @@ class ActionClassifier:
             example = close[0] if close else next(iter(self.labels))
             request = f"the label '{label:.80}' is no action" if label else f"the prompt '{prompt:.80}' names no action"
             expected = f"one of Kinetics-400, such as '{example}', in the prompt or as `label`"
-            raise ValueError(f"{request} that the classifier knows; expected {expected}")
+            raise ValueError(f"{request} that the classifier knows; expected {expected} [TM345]")
         return self.labels[action]
 
 

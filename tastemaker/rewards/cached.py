@@ -110,7 +110,9 @@ class ScoreCache:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"the score cache {self.path} cannot be used ({error}); remove it, or move it") from error
+            raise ConfigError(
+                f"the score cache {self.path} cannot be used ({error}); remove it, or move it [TM374]"
+            ) from error
 
 
 def score_key(identity: str, pixels: Tensor, prompt: str, metadata: Metadata) -> bytes:
@@ -130,7 +132,7 @@ def _to_json(value: object) -> Any:
         return [str(value.dtype), list(value.shape), hashlib.blake2b(content.data, digest_size=16).hexdigest()]
     if isinstance(value, Path):
         return [str(value), _file_stats(value)]
-    raise TypeError(f"metadata holds a {type(value).__name__}, which cannot be part of a cache key")
+    raise TypeError(f"metadata holds a {type(value).__name__}, which cannot be part of a cache key [TM375]")
 
 
 def reward_fingerprint(spec: object) -> str:

@@ -37,6 +37,7 @@ class ClipReward(PretrainedReward):
             raise ValueError(
                 f"'divide_by' is {self.divide_by}, but a probability is not divided; leave it out, or set 'output' "
                 "to logit"
+                " [TM377]"
             )
 
     def load(self, placement: Placement) -> DualEncoderScorer:

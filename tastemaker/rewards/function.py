@@ -73,7 +73,10 @@ def find_function(name: str) -> ScoringFunction:
         raise ConfigError(
             f"reward function '{name:.60}' cannot be imported ({type(error).__name__}: {error!s:.300}); expected "
             "'module:function' of a module that can be imported here; a lambda exists only in the process that made it"
+            " [TM393]"
         ) from error
     if not callable(function):
-        raise ConfigError(f"module '{module:.60}' has no function '{attribute:.60}'; check the name after the colon")
+        raise ConfigError(
+            f"module '{module:.60}' has no function '{attribute:.60}'; check the name after the colon [TM394]"
+        )
     return function  # type: ignore[no-any-return]

@@ -251,6 +251,7 @@ def require_selftest(checker: GenevalChecker, placement: Placement) -> SelfTestR
         raise ConfigError(
             f"the detector '{checker.detector.variant}' fails its self-test: {result}, expected at least "
             f"{MIN_RECOGNIZED} and {MIN_COLORS}; its verdicts would be wrong; name other weights, or fetch them again"
+            " [TM395]"
         )
     return result
 

@@ -70,7 +70,7 @@ def expected_text(prompt: str, metadata: Metadata) -> str:
     quoted = QUOTED.search(prompt)
     text = normalize_text(str(metadata.get("text") or (quoted[1] if quoted else "")))
     if not text:
-        raise ValueError(f"'{prompt:.80}' asks for no text; expected some in quotes, or metadata 'text'")
+        raise ValueError(f"'{prompt:.80}' asks for no text; expected some in quotes, or metadata 'text' [TM399]")
     return text
 
 
@@ -122,7 +122,7 @@ def rapidocr_models() -> Path:
         import rapidocr
     except ImportError as error:
         advice = "run `pip install 'tastemaker[ocr]'`"
-        raise ConfigError(f"OCR needs the package {error.name}, which is not installed; {advice}") from error
+        raise ConfigError(f"OCR needs the package {error.name}, which is not installed; {advice} [TM400]") from error
     return Path(rapidocr.__file__).parent / "models"
 
 

@@ -94,6 +94,7 @@ class TextRecognizer:
         if unknown:
             raise ValueError(
                 f"'{text:.60}' has the character '{unknown[0]}', which the recognizer does not know; leave it out"
+                " [TM401]"
             )
         return text
 

@@ -89,7 +89,7 @@ class VjepaPredictor:
         frames = videos.shape[1] - videos.shape[1] % self.tubelet_size
         if not frames:
             expected = f"V-JEPA takes {self.tubelet_size} frames or more"
-            raise ValueError(f"{expected}, but the videos have {videos.shape[1]}")
+            raise ValueError(f"{expected}, but the videos have {videos.shape[1]} [TM409]")
         patches = self.net.encoder.embeddings(self._preprocess(videos[:, :frames]).to(self.placement.dtype))
         features = self._encode(patches, torch.arange(patches.shape[1], device=patches.device))  # [B, N, D]
         target = F.layer_norm(features, features.shape[-1:])

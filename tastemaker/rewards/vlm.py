@@ -41,7 +41,9 @@ class VlmReward(PretrainedReward):
     def __post_init__(self) -> None:
         if self.question not in QUESTIONS and "{prompt}" not in self.question:
             known = ", ".join(QUESTIONS)
-            raise ValueError(f"the question '{self.question:.60}' has no {{prompt}}; expected one, or one of {known}")
+            raise ValueError(
+                f"the question '{self.question:.60}' has no {{prompt}}; expected one, or one of {known} [TM410]"
+            )
 
     @property
     def differentiable(self) -> bool:

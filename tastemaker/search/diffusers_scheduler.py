@@ -66,6 +66,7 @@ def require_gaussian(process: Process) -> GaussianProcess:
     if not isinstance(process, GaussianProcess):
         raise ConfigError(
             "--scheduler: this model samples tokens, which schedulers of diffusers do not; leave --scheduler out"
+            " [TM558]"
         )
     return process
 
@@ -77,14 +78,14 @@ def make_scheduler(name: str, path: NoisePath, settings: Mapping[str, Any]) -> A
     known = [n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1) or ["DPMSolverMultistepScheduler"]
-        raise ConfigError(f"--scheduler: diffusers has no '{name:.60}'; did you mean '{near[0]}'?")
+        raise ConfigError(f"--scheduler: diffusers has no '{name:.60}'; did you mean '{near[0]}'? [TM559]")
     scheduler_class = getattr(diffusers, name)
     validate_scheduler(scheduler_class, name)
     parameters = set(inspect.signature(scheduler_class.__init__).parameters)
     unknown = sorted(set(settings) - parameters)
     if unknown:
         raise ConfigError(
-            f"--scheduler: {name} has no setting '{unknown[0]:.60}'; expected some of {sorted(parameters)}"
+            f"--scheduler: {name} has no setting '{unknown[0]:.60}'; expected some of {sorted(parameters)} [TM560]"
         )
     config = scheduler_config(path, name, parameters)
     with scheduler_errors(name):
@@ -96,13 +97,15 @@ def validate_scheduler(scheduler_class: Any, name: str) -> None:
     missing = [package for package in getattr(scheduler_class, "_backends", ()) if find_spec(package) is None]
     if missing:
         raise ConfigError(
-            f"--scheduler: {name} needs {missing[0]}, which is not installed; run `pip install {missing[0]}`"
+            f"--scheduler: {name} needs {missing[0]}, which is not installed; run `pip install {missing[0]}` [TM561]"
         )
     has_step = "step" in dir(scheduler_class)
     _, *arguments = inspect.signature(scheduler_class.step).parameters.values() if has_step else (None,)
     required = tuple(a.name for a in arguments if a.default is a.empty and a.kind is not a.VAR_KEYWORD)
     if required != STEP_ARGUMENTS or "Inverse" in name:
-        raise ConfigError(f"--scheduler: {name} does not sample from predictions, or inverts sampling; choose another")
+        raise ConfigError(
+            f"--scheduler: {name} does not sample from predictions, or inverts sampling; choose another [TM562]"
+        )
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def scheduler_errors(name: str) -> Iterator[None]:
             yield
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            f"--scheduler: {name} refuses these settings ({error!s:.200}); change them, or choose another"
+            f"--scheduler: {name} refuses these settings ({error!s:.200}); change them, or choose another [TM563]"
         ) from error
 
 
@@ -128,6 +131,7 @@ def scheduler_config(path: NoisePath, name: str, parameters: set[str]) -> dict[s
         return variance_preserving_config(path, name, parameters)
     raise ConfigError(
         f"--scheduler: no scheduler of diffusers supports this {type(path).__name__} path; leave --scheduler out"
+        " [TM564]"
     )
 
 
@@ -142,6 +146,7 @@ def rectified_flow_config(path: RectifiedFlow, name: str, parameters: set[str]) 
         raise ConfigError(
             f"--scheduler: {name} is not for flows, as this model's straight path is; choose one such as "
             "FlowMatchEulerDiscreteScheduler or DPMSolverMultistepScheduler"
+            " [TM565]"
         )
     return {"use_flow_sigmas": True, "flow_shift": path.shift, "prediction_type": "flow_prediction"}
 
@@ -152,6 +157,7 @@ def karras_config(path: KarrasPath, name: str, parameters: set[str]) -> dict[str
         raise ConfigError(
             f"--scheduler: {name} is not for levels of any noise, as this model's path has; choose "
             "EulerDiscreteScheduler"
+            " [TM566]"
         )
     config = {"timestep_type": "continuous", "timestep_spacing": "leading", "use_karras_sigmas": True}
     return {**config, "sigma_min": path.sigma_min, "sigma_max": path.sigma_max, "prediction_type": "v_prediction"}
@@ -162,6 +168,7 @@ def variance_preserving_config(path: VariancePreserving, name: str, parameters: 
         raise ConfigError(
             f"--scheduler: {name} is not for noise in levels, as this model's path is; choose DDIMScheduler "
             "or DPMSolverMultistepScheduler"
+            " [TM567]"
         )
     return {
         "num_train_timesteps": path.num_train_timesteps,

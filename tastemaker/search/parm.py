@@ -34,11 +34,13 @@ class PARMSearch(Search):
             raise ValueError(
                 f"found n {self.n}, start_progress {self.start_progress}; expected at least one sample and progress "
                 "from 0 to 1"
+                " [TM577]"
             )
         if self.top_k is not None and (self.top_k < 1 or not self.prune):
             raise ValueError(
                 f"found top_k {self.top_k}, prune {str(self.prune).lower()}; expected a top_k of at least 1, and "
                 "'prune' to be true"
+                " [TM578]"
             )
 
     @torch.no_grad()

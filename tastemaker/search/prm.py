@@ -31,6 +31,7 @@ class PRMSearch(Search):
             raise ValueError(
                 f"found n {self.n}, start_progress {self.start_progress}, interval {self.interval}; expected at least "
                 "one sample, progress from 0 to 1, and at least one step"
+                " [TM579]"
             )
 
     @torch.no_grad()
@@ -39,6 +40,7 @@ class PRMSearch(Search):
             raise ConfigError(
                 "--search: prm continues from copies of one sample, which differ only if the sampler draws noise at "
                 "every step; this one does not, so choose parm, or a stochastic sampler"
+                " [TM580]"
             )
         cond, draws = policy.embed(batch.prompts, batch.metadata).repeat(self.n), rng.repeat(self.n)
         rollout = start_candidates(policy, cond, draws)

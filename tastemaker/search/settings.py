@@ -50,6 +50,7 @@ def check_constant_cost(run: Run, search: Search) -> None:
         raise ConfigError(
             f"--search: with engine.strategy {run.engine.config.strategy} all ranks call the network together, but "
             "ranks of this search make different numbers of calls, which would deadlock; set engine.strategy=replicated"
+            " [TM582]"
         )
 
 
@@ -61,6 +62,7 @@ def is_curve_requested(text: str, counts: Sequence[int]) -> bool:
         raise ConfigError(
             f"--num-candidates: found {len(counts)} numbers, but --search '{text:.60}' does not use them; leave 'n' "
             "out of its settings, choose best_of_n, prm, parm or published_parm, or pass one number"
+            " [TM583]"
         )
     return True
 
@@ -70,12 +72,13 @@ def build_sampler(text: str, n: int, scheduler: str, steps: int | None) -> Searc
     if not scheduler:
         if steps is not None:
             raise ConfigError(
-                "--num-inference-steps needs --scheduler; for the recipe's own sampler set process.num_steps"
+                "--num-inference-steps needs --scheduler; for the recipe's own sampler set process.num_steps [TM584]"
             )
         return build_search(text, n)
     if search_name(text) != "single":
         raise ConfigError(
             f"--scheduler generates one sample per prompt, but --search is {search_name(text):.60}; leave one out"
+            " [TM585]"
         )
     return DiffusersSchedulerSearch(scheduler, steps)
 
@@ -95,9 +98,9 @@ def parse_candidates(text: str) -> tuple[int, ...]:
     try:
         counts = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError as error:
-        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected integers, as in 1,4,20") from error
+        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected integers, as in 1,4,20 [TM586]") from error
     if not counts or min(counts) < 1:
-        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected numbers from 1")
+        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected numbers from 1 [TM587]")
     return counts
 
 

@@ -46,6 +46,7 @@ class RewardClient:
                     raise RewardServiceError(
                         f"no reward server responds at {self.url} after {attempts} attempts ({error}); "
                         "start it with `tastemaker serve-reward`, or correct the url"
+                        " [TM727]"
                     ) from error
             time.sleep(min(MAX_RETRY_DELAY, self.retry_delay * 2 ** (attempts - 1)))
 
@@ -60,6 +61,7 @@ class RewardClient:
         except TimeoutError as error:
             raise RewardServiceError(
                 f"{self.url} did not respond within {self.timeout:g} seconds; raise 'timeout', or lower batch_size"
+                " [TM728]"
             ) from error
         finally:
             connection.close()
@@ -72,7 +74,7 @@ class RewardClient:
             connection.connect()
             connection.sock.settimeout(self.timeout)
         except ssl.SSLError as error:
-            raise RewardServiceError(f"{self.url} is not trusted ({error}); check its certificate") from error
+            raise RewardServiceError(f"{self.url} is not trusted ({error}); check its certificate [TM729]") from error
         except OSError as error:
             raise ServerUnreachableError(str(error)) from error
         return connection
@@ -86,5 +88,7 @@ class RewardClient:
             return response
         error = response.get("error") if isinstance(response, dict) else body[:200].decode("utf-8", "replace")
         if status == 200:
-            raise RewardServiceError(f"the response of {self.url} is no JSON object ({error}); is it a reward server?")
-        raise RewardServiceError(f"{self.url} refused ({status}): {error}")
+            raise RewardServiceError(
+                f"the response of {self.url} is no JSON object ({error}); is it a reward server? [TM730]"
+            )
+        raise RewardServiceError(f"{self.url} refused ({status}): {error} [TM731]")

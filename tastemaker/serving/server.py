@@ -61,7 +61,7 @@ def run_reward_server(reward: str, options: ServerOptions, placement: Placement,
         server = service.create_server(options.host, options.port)
     except OSError as error:
         address = f"{options.host}:{options.port}"
-        raise ConfigError(f"cannot serve at {address} ({error}); choose another --port or --host") from error
+        raise ConfigError(f"cannot serve at {address} ({error}); choose another --port or --host [TM748]") from error
     url = f"http://{options.host}:{server.server_address[1]}"
     text = f"serving {name} at {url} on {placement.device}; use it with {{type: remote, url: '{url}'}}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -79,11 +79,13 @@ def read_token(options: ServerOptions) -> str:
     if options.token_variable and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
             f"--token-env: the environment variable {options.token_variable} holds no plain text; put the token there"
+            " [TM749]"
         )
     if not token and not is_loopback(options.host):
         raise ConfigError(
             f"--host: other machines can reach {options.host}, so a token is needed; put one into an environment "
             "variable, and name the variable with --token-env"
+            " [TM750]"
         )
     return token
 

@@ -134,7 +134,7 @@ def _raise_on_all_ranks(engine: Engine, error: OSError | None, partial: Path) ->
 
 def _error_message(error: OSError, partial: Path) -> str:
     cause = explain_error(error) or f"{error.filename or partial} cannot be written ({error.strerror or error})"
-    return f"no checkpoint was saved, older ones are unchanged: {cause}"
+    return f"no checkpoint was saved, older ones are unchanged: {cause} [TM828]"
 
 
 def _write_groups(
@@ -221,7 +221,9 @@ def initialize_weights(path: Path, weights: Weights, group: str = "weights") -> 
 
 def _open_source(path: Path, group: str) -> TensorSource:
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; expected a checkpoint directory, a .safetensors or a .pt file")
+        raise CheckpointError(
+            f"{path} does not exist; expected a checkpoint directory, a .safetensors or a .pt file [TM254]"
+        )
     if path.is_dir():
         directory = latest_checkpoint(path) or path
         state = read_state(directory)
@@ -231,7 +233,9 @@ def _open_source(path: Path, group: str) -> TensorSource:
         return ShardedTensorReader([path])
     if path.suffix in (".pt", ".pth", ".bin"):
         return load_pickled(path)
-    raise CheckpointError(f"{path} ends in '{path.suffix}'; expected a directory, .safetensors, .pt, .pth or .bin")
+    raise CheckpointError(
+        f"{path} ends in '{path.suffix}'; expected a directory, .safetensors, .pt, .pth or .bin [TM255]"
+    )
 
 
 @torch.no_grad()
@@ -246,12 +250,14 @@ def _copy_tensors(
         raise CheckpointError(
             f"{origin} does not fit this run: missing {_format_keys(missing)}, unexpected {_format_keys(unknown)}; "
             "use it with the model and tuning it was trained with"
+            " [TM256]"
         )
     for key, shape in want.items():
         if have[key] != shape:
             raise CheckpointError(
                 f"{origin} does not fit this run: '{key}' has shape {list(have[key])}, expected {list(shape)}; "
                 "use it with the model and tuning it was trained with"
+                " [TM257]"
             )
     for key, x in tensors.items():
         shard = distributed.local_shard(x)
@@ -347,15 +353,19 @@ def read_state(path: Path) -> CheckpointState:
     """Read the state.json of a checkpoint."""
     file = path / "state.json"
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint directory")
+        raise CheckpointError(f"{path} is no checkpoint directory [TM258]")
     try:
         state = json.loads(file.read_text())
         if state["format"] != FORMAT:
-            raise CheckpointError(f"{file} is of format {state['format']}, but this version reads format {FORMAT}")
+            raise CheckpointError(
+                f"{file} is of format {state['format']}, but this version reads format {FORMAT} [TM259]"
+            )
         checksums = {name: FileChecksum(int(x["bytes"]), int(x["crc"])) for name, x in state["files"].items()}
         return CheckpointState(int(state["step"]), checksums, state["scaler"], dict(state["extra"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{file} is missing or damaged ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpointError(
+            f"{file} is missing or damaged ({type(error).__name__}: {error}) [TM260]"
+        ) from error
 
 
 def verify_files(path: Path, state: CheckpointState, rank: int, world_size: int) -> None:
@@ -363,13 +373,15 @@ def verify_files(path: Path, state: CheckpointState, rank: int, world_size: int)
     for number, (name, expected) in enumerate(state.files.items()):
         file = path / name
         if not file.is_file():
-            raise DamagedCheckpointError(f"{file} is missing")
+            raise DamagedCheckpointError(f"{file} is missing [TM261]")
         if (size := file.stat().st_size) != expected.bytes:
             raise DamagedCheckpointError(
-                f"{file} has {size} bytes instead of {expected.bytes}, so it is truncated or damaged"
+                f"{file} has {size} bytes instead of {expected.bytes}, so it is truncated or damaged [TM262]"
             )
         if number % world_size == rank and compute_checksum(file) != expected:
-            raise DamagedCheckpointError(f"{file} has another checksum than when it was saved, so it is damaged")
+            raise DamagedCheckpointError(
+                f"{file} has another checksum than when it was saved, so it is damaged [TM263]"
+            )
 
 
 def group_files(path: Path, state: CheckpointState, group: str) -> list[Path]:
@@ -380,6 +392,7 @@ def group_files(path: Path, state: CheckpointState, group: str) -> list[Path]:
         raise CheckpointError(
             f"{path} holds no '{group}', which this run needs; resume with the configuration it was saved with, "
             "or start from its weights alone (--init-from)"
+            " [TM264]"
         )
     return files
 

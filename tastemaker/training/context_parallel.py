@@ -28,6 +28,7 @@ def split_data_parallel(
         raise TrainingError(
             f"engine.context_parallel is {size}, which does not divide the {comm.world_size} ranks of this run; "
             f"start a multiple of {size} ranks or change engine.context_parallel"
+            " [TM265]"
         )
     groups = comm.world_size // size
     # diffusers looks for the dimensions "ring" and "ulysses".
@@ -46,6 +47,7 @@ def enable_context_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         raise TrainingError(
             f"engine.context_parallel is {count}, but {type(net).__name__} does not support context parallelism; "
             "set engine.context_parallel to 1"
+            " [TM266]"
         )
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
@@ -72,6 +74,7 @@ def _pad_and_check(count: int, net: nn.Module, inputs: Any, named: dict[str, Any
         raise TrainingError(
             f"{image_tokens} image tokens, {text_tokens} text tokens and {heads} heads cannot be split over {count} "
             "ranks; change the image size, model.max_text_tokens or engine.context_parallel"
+            " [TM267]"
         )
     return inputs, named
 

@@ -158,6 +158,7 @@ def describe_emulation(config: EngineConfig, device: torch.device) -> str | None
     return (
         f"engine.precision: bf16 is emulated on {name} and measured {factor:.1f}x slower than fp32; "
         f"{advice}, which stands for {auto} here"
+        " [TM812]"
     )
 
 

@@ -64,6 +64,7 @@ class LaunchedUpdate:
             raise TrainingError(
                 f"{what} of step {self.step} came out as nan or infinite; the weights were not updated. Lower "
                 "optim.lr, look for extreme values in rewards or data, or set engine.precision to fp32 or bf16"
+                " [TM270]"
             )
         return Update(norm, self.lr, skipped=not accepted)
 
@@ -169,12 +170,14 @@ class Engine:
             raise TrainingError(
                 f"engine.strategy {self.config.strategy} needs all ranks to call the same layers, but this network "
                 "chooses its layers by the timesteps of a batch, so ranks would deadlock; set it to replicated"
+                " [TM271]"
             )
         scalars = [name for name, p in net.named_parameters() if not p.ndim]
         if self.mesh is not None and scalars:
             raise TrainingError(
                 f"engine.strategy {self.config.strategy} cannot shard the scalar parameter '{scalars[0]}'; "
                 "give it one dimension of size 1, or set engine.strategy to replicated"
+                " [TM272]"
             )
 
     def _check_all_sharded(self) -> None:
@@ -184,6 +187,7 @@ class Engine:
             raise TrainingError(
                 f"engine.strategy {self.config.strategy} shards the backbone only, but '{unsharded[0]}' is trained "
                 "too; set engine.strategy to replicated, or leave text_encoder out of tuning.modules"
+                " [TM273]"
             )
 
     @torch.no_grad()
@@ -238,7 +242,7 @@ class Engine:
     def backward(self, value: Tensor, *, last: bool) -> None:
         """Accumulate gradients of this micro-batch's share of the loss; only the `last` one synchronizes the ranks."""
         if not value.requires_grad:
-            raise TrainingError("the loss depends on no trainable weight, so it has no gradient")
+            raise TrainingError("the loss depends on no trainable weight, so it has no gradient [TM274]")
         self._nonfinite_losses += (~value.detach().isfinite()).float()
         if isinstance(self.net, FSDPModule):
             self.net.set_requires_gradient_sync(last)

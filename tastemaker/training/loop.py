@@ -122,6 +122,7 @@ def update(
         if not parts:
             raise TrainingError(
                 "the samples have no stochastic steps to learn from; make the sampler stochastic (process.dynamics)"
+                " [TM278]"
             )
         for i, part in enumerate(parts):
             last = chunk is chunks[-1] and i == len(parts) - 1
@@ -163,7 +164,7 @@ def save_after_failure(run: SavableRun, error: Exception, done: int, saved: int)
     yield CheckpointSaved(done, run.save(done))
     if isinstance(error, ConfigError):
         hint = f"step {done} is saved: fix this and run the same command to resume"
-        raise ConfigError(f"{error}; {hint}") from error
+        raise ConfigError(f"{error}; {hint} [TM279]") from error
 
 
 def interruption_reason(done: int) -> str:

@@ -34,6 +34,7 @@ def select_device(name: str, local_rank: int) -> torch.device:
         raise TrainingError(
             f"engine.device is {name}, but PyTorch {torch.__version__} sees no such device here; "
             f"use --device {best} or auto, or install a build of PyTorch for {name}"
+            " [TM280]"
         )
     if name != "cuda":
         return torch.device(name)
@@ -41,6 +42,7 @@ def select_device(name: str, local_rank: int) -> torch.device:
         raise TrainingError(
             f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} found; "
             "start at most one process per GPU (torchrun --nproc-per-node)"
+            " [TM281]"
         )
     return torch.device("cuda", local_rank)
 
@@ -56,12 +58,16 @@ def check_engine_config(config: EngineConfig, device: torch.device, world_size: 
         raise TrainingError(
             f"engine.param_dtype is bf16 but engine.precision is {config.precision}; weights and activations must "
             "match: set engine.precision to bf16 too, or engine.param_dtype to fp32"
+            " [TM282]"
         )
     if device.type == "mps" and world_size > 1:
-        raise TrainingError(f"{world_size} ranks cannot share an mps device; start one process, or use --device cpu")
+        raise TrainingError(
+            f"{world_size} ranks cannot share an mps device; start one process, or use --device cpu [TM283]"
+        )
     if config.attention_backend == "xformers" and find_spec("xformers") is None:
         raise TrainingError(
             "engine.attention_backend is xformers, which is not installed; run `pip install xformers` or set it to auto"
+            " [TM284]"
         )
     if config.compile:
         _check_compiler(config, device)
@@ -76,11 +82,13 @@ def _check_kernel(config: EngineConfig, device: torch.device) -> None:
         raise TrainingError(
             f"engine.attention_backend is {name}, which this PyTorch does not offer on {device.type}; "
             "set it to auto or sdpa"
+            " [TM285]"
         )
     if DTYPES[config.precision] == torch.float32:
         raise TrainingError(
             f"engine.attention_backend is {name}, which supports fp16 and bf16 only, but engine.precision is "
             f"{config.precision}; set engine.precision to bf16 or engine.attention_backend to auto"
+            " [TM286]"
         )
 
 
@@ -88,7 +96,7 @@ def _check_compiler(config: EngineConfig, device: torch.device) -> None:
     """Refuse torch.compile without its compiler: Triton on a GPU, C++ elsewhere."""
     if config.precision == "tf32":
         # torch.compile reads the precision through the old API, which fails once it is set through the new one.
-        raise TrainingError("engine.compile cannot be combined with tf32; set engine.precision to bf16 or fp32")
+        raise TrainingError("engine.compile cannot be combined with tf32; set engine.precision to bf16 or fp32 [TM287]")
     if device.type == "cuda":
         compiler, available = "Triton", find_spec("triton") is not None
     else:
@@ -98,6 +106,7 @@ def _check_compiler(config: EngineConfig, device: torch.device) -> None:
         raise TrainingError(
             f"engine.compile is true and needs {compiler} on {device.type}, which was not found; "
             "install it, or set engine.compile to false"
+            " [TM288]"
         )
 
 
@@ -246,6 +255,7 @@ class LossScaler:
             raise TrainingError(
                 f"{MAX_SKIPPED_UPDATES} updates in a row were skipped because loss or gradients overflowed fp16; "
                 "set engine.precision to bf16 or fp32, or lower optim.lr and resume from the last checkpoint"
+                " [TM289]"
             )
 
     def state_dict(self) -> dict[str, float]:

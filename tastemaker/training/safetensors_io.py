@@ -162,11 +162,14 @@ def load_pickled(path: Path) -> InMemoryTensors:
         raise CheckpointError(
             f"{path} holds more than plain tensors and could run code when loaded, so it was not; "
             "save its state_dict as .safetensors on a machine where you trust it"
+            " [TM292]"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a file of torch.save, or damaged ({error})") from error
+        raise CheckpointError(f"{path} is not a file of torch.save, or damaged ({error}) [TM293]") from error
     if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
-        raise CheckpointError(f"{path} holds no flat dictionary of tensors; save the network's state_dict alone")
+        raise CheckpointError(
+            f"{path} holds no flat dictionary of tensors; save the network's state_dict alone [TM294]"
+        )
     return InMemoryTensors(tensors)
 
 
@@ -174,4 +177,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(f"{path} is not a readable safetensors file ({error})") from error
+        raise DamagedCheckpointError(f"{path} is not a readable safetensors file ({error}) [TM295]") from error

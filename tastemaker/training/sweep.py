@@ -85,16 +85,17 @@ def expand_grid(overrides: Sequence[str]) -> tuple[list[str], list[dict[str, str
         key, equals, text = override.partition("=")
         values = split_values(text)
         if equals and key in RESERVED:
-            raise ConfigError(f"sweep: '{key}' cannot be set; {RESERVED[key]}")
+            raise ConfigError(f"sweep: '{key}' cannot be set; {RESERVED[key]} [TM296]")
         if not equals or len(values) == 1:
             shared.append(override)
             continue
         if not all(values) or len(set(values)) < len(values) or key in varied:
-            raise ConfigError(f"sweep: '{override:.100}' has an empty or repeated value; list every value once")
+            raise ConfigError(f"sweep: '{override:.100}' has an empty or repeated value; list every value once [TM297]")
         varied[key] = values
     if not varied:
         raise ConfigError(
             "sweep: no setting has several values; give one such as optim.lr=1e-4,2e-4, or use `tastemaker train`"
+            " [TM298]"
         )
     return shared, [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
 
@@ -117,7 +118,7 @@ def plan_sweep(recipe: str, overrides: Sequence[str], out: Path, *, tiny: bool =
         config = replace(config, output_dir=out, name=name_run(settings))
         runs.append(SweepRun(name_run(settings), settings, require_valid(make_tiny_any(config) if tiny else config)))
     if len({run.name for run in runs}) < len(runs):
-        raise ConfigError(f"sweep: two runs would be called '{runs[0].name}'; use shorter values")
+        raise ConfigError(f"sweep: two runs would be called '{runs[0].name}'; use shorter values [TM299]")
     for run in runs:
         claim_run_directory(keep_precision(run.config, run.config.directory), run.config.directory, ())
     return runs
@@ -143,7 +144,7 @@ def run_sweep(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swe
     A run that fails, such as one whose loss is not finite, does not end the sweep.
     """
     if torchrun_world_size() > 1:
-        raise ConfigError("sweep: runs in one process; under torchrun start the commands of `sweep --dry-run`")
+        raise ConfigError("sweep: runs in one process; under torchrun start the commands of `sweep --dry-run` [TM300]")
     results = {result.name: result for result in read_results(out)}
     for number, run in enumerate(runs, 1):
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())

@@ -44,15 +44,16 @@ def find_images(options: CaptionOptions) -> list[Path]:
     """The images of the folder; refuses a wrong folder before a large model is loaded."""
     if not options.folder.is_dir():
         raise ConfigError(
-            f"{options.folder} is no folder; expected one with images (`tastemaker ask` takes a single one)"
+            f"{options.folder} is no folder; expected one with images (`tastemaker ask` takes a single one) [TM702]"
         )
     files = find_images_and_videos(options.folder, frame_folders=False)
     if not files:
-        raise ConfigError(f"{options.folder}: no images found; expected files that end in {READABLE_SUFFIXES}")
+        raise ConfigError(f"{options.folder}: no images found; expected files that end in {READABLE_SUFFIXES} [TM703]")
     if options.layout == "txt" and (options.folder / METADATA).is_file():
         raise ConfigError(
             f"{options.folder / METADATA} exists, and training reads it instead of .txt files; "
             "add to it with --format jsonl or both, or move it away"
+            " [TM704]"
         )
     return files
 
@@ -106,7 +107,9 @@ def read_caption_list(path: Path) -> dict[str, dict[str, Any]]:
     rows = [(number, row, row.get("file_name", row.get("file"))) for number, row in read_json_rows(path)]
     for number, _, name in rows:
         if not isinstance(name, str):
-            raise ConfigError(f"{path}, line {number}: it has no 'file_name'; correct the line or move the file away")
+            raise ConfigError(
+                f"{path}, line {number}: it has no 'file_name'; correct the line or move the file away [TM705]"
+            )
     return {str(name): dict(row) for _, row, name in rows}
 
 
@@ -123,4 +126,6 @@ def write_captions(options: CaptionOptions, captions: Mapping[Path, str], rows: 
             lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
             write_text_atomically(options.folder / METADATA, "".join(lines))
     except OSError as error:
-        raise ConfigError(f"captions cannot be written in {options.folder} ({error}); check its permissions") from error
+        raise ConfigError(
+            f"captions cannot be written in {options.folder} ({error}); check its permissions [TM706]"
+        ) from error

@@ -63,7 +63,7 @@ class YesNoModel(ABC):
         self, pixels: Tensor, questions: Sequence[str], sample_ids: Sequence[int], generation: GenerationSettings
     ) -> list[str]:
         """Answers in full sentences; refuses if the model has only single tokens."""
-        raise ValueError(f"{type(self).__name__} answers in one word; expected a chat model that can explain")
+        raise ValueError(f"{type(self).__name__} answers in one word; expected a chat model that can explain [TM707]")
 
 
 class ChatModel(YesNoModel):
@@ -151,6 +151,7 @@ def load_chat_model(
         raise ConfigError(
             f"{path} prepares images outside PyTorch, so it has no gradient; "
             "expected LLaVA-OneVision, or leave 'pixel_gradient' out"
+            " [TM708]"
         )
     return chat
 
@@ -173,7 +174,9 @@ def _load_from_transformers(settings: dict[str, Any], path: Path, placement: Pla
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{path} holds no vision-language model ({error}); name one of transformers") from error
+        raise ConfigError(
+            f"{path} holds no vision-language model ({error}); name one of transformers [TM709]"
+        ) from error
     return load_network(model_class, config, path, placement)
 
 
@@ -193,7 +196,9 @@ def _with_processor(net: Any, model_type: str, path: Path) -> ChatModel:
         processor = auto_processor.from_pretrained(path, local_files_only=True)
     except (OSError, ImportError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"the tokenizer or processor in {path} cannot be used ({reason:.200}); fetch it") from error
+        raise ConfigError(
+            f"the tokenizer or processor in {path} cannot be used ({reason:.200}); fetch it [TM710]"
+        ) from error
     return ChatModel(net, processor.tokenizer, DefaultChatProcessor(net, processor))
 
 

@@ -52,6 +52,7 @@ class GenerationSettings:
             raise ConfigError(
                 f"found temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens; "
                 "expected at least 0, above 0 up to 1, and at least one token"
+                " [TM711]"
             )
 
 
@@ -228,7 +229,8 @@ class ChatDecoderPool:
             if self.strict_mode or self.mode == "eager":
                 raise
             warnings.warn(
-                f"decoding without CUDA graphs, because a step cannot be captured ({error!s:.200})", stacklevel=2
+                f"decoding without CUDA graphs, because a step cannot be captured ({error!s:.200}) [TM712]",
+                stacklevel=2,
             )
             self.mode = "eager"
             return self._build_decoder(prefill, cache_length)

@@ -113,4 +113,6 @@ def load_generator_judge(spec: ModelSpec, placement: Placement) -> GeneratorJudg
     model = spec.load(placement)
     if model.answers_questions:
         return GeneratorJudge(model)
-    raise ConfigError(f"judge.model: {type(spec).__name__} does not answer questions about images; expected type showo")
+    raise ConfigError(
+        f"judge.model: {type(spec).__name__} does not answer questions about images; expected type showo [TM715]"
+    )

@@ -52,7 +52,9 @@ def _convert_key(key: str, path: Path) -> str:
     for old, new in RULES:
         if re.fullmatch(old, key):
             return re.sub(old, new, key)
-    raise ConfigError(f"{path} holds '{key:.120}', which no LLaVA-OneVision has; expected one in LLaVA-NeXT's layout")
+    raise ConfigError(
+        f"{path} holds '{key:.120}', which no LLaVA-OneVision has; expected one in LLaVA-NeXT's layout [TM716]"
+    )
 
 
 def llava_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Any:
@@ -61,7 +63,9 @@ def llava_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], pat
 
     missing = [name for name in TEXT_SETTINGS if name not in settings]
     if missing:
-        raise ConfigError(f"{path}/config.json has no '{missing[0]}'; expected that of a LLaVA-OneVision with Qwen2")
+        raise ConfigError(
+            f"{path}/config.json has no '{missing[0]}'; expected that of a LLaVA-OneVision with Qwen2 [TM717]"
+        )
     text = {name: settings[name] for name in TEXT_SETTINGS} | {"model_type": "qwen2", "tie_word_embeddings": False}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": float(settings.get("rope_theta", 1e6))}
     image_token = IMAGE_TOKEN if text["vocab_size"] > VIDEO_TOKEN else text["vocab_size"] - 2
@@ -82,7 +86,9 @@ def _vision_config(name: str, tensors: Mapping[str, Tensor], path: Path) -> dict
         positions = tensors[f"{TOWER}embeddings.position_embedding.weight"]
         fc1 = tensors[f"{TOWER}encoder.layers.0.mlp.fc1.weight"]
     except KeyError as error:
-        raise ConfigError(f"{path} lacks {error}; expected a complete LLaVA-OneVision with its vision tower") from error
+        raise ConfigError(
+            f"{path} lacks {error}; expected a complete LLaVA-OneVision with its vision tower [TM718]"
+        ) from error
     layers = {key.split(".")[4] for key in tensors if key.startswith(f"{TOWER}encoder.layers.")}
     width, patch, grid = patches.shape[0], patches.shape[-1], math.isqrt(positions.shape[0])
     suffix = re.search(r"(\d+)$", name)  # siglip-so400m-patch14-384: slightly more than the patches cover

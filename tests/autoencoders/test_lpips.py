@@ -96,7 +96,7 @@ def test_heads_default_to_the_installed_package(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("lpips") is None:
-        with pytest.raises(ConfigError, match=r"--no-deps lpips"):
+        with pytest.raises(ConfigError, match=r"--no-deps lpips.*TM553"):
             load_lpips(str(files["timm"]), "", Placement())
     package = tmp_path / "site" / "lpips"
     (package / "weights" / "v0.1").mkdir(parents=True)
@@ -148,15 +148,15 @@ def test_invalid_target_is_refused(metadata: dict[str, Any], size: int, message:
 
 
 def test_invalid_weight_files_are_refused(files: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'nobody/vgg'.*timm/vgg16"):
+    with pytest.raises(ConfigError, match=r"'nobody/vgg'.*timm/vgg16.*TM505"):
         LpipsReward("nobody/vgg").load(Placement())
-    with pytest.raises(ConfigError, match=r"'missing\.pth'"):
+    with pytest.raises(ConfigError, match=r"'missing\.pth'.*TM552"):
         LpipsReward(str(files["timm"]), "missing.pth").load(Placement())
-    with pytest.raises(ConfigError, match=r"/vgg\.pth"):
+    with pytest.raises(ConfigError, match=r"/vgg\.pth.*TM509"):
         LpipsReward(str(files["heads"])).load(Placement())
     truncated = tmp_path / "truncated.pth"
     truncated.write_bytes(files["torchvision"].read_bytes()[:3000])
-    with pytest.raises(ConfigError, match=r"/truncated\.pth"):
+    with pytest.raises(ConfigError, match=r"/truncated\.pth.*TM520"):
         LpipsReward(str(truncated), str(files["heads"])).load(Placement())
 
 

@@ -87,14 +87,14 @@ def explainingai_key(key: str) -> str:
 
 
 def test_small_images_and_wrong_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"discriminator\.num_layers"):
+    with pytest.raises(ConfigError, match=r"discriminator\.num_layers.*TM554"):
         PatchGANDiscriminator(8)(torch.rand(1, 3, 16, 16))
     assert PatchGANDiscriminator(8)(torch.rand(2, 3, 24, 24)).shape == (2, 1, 1, 1)
-    with pytest.raises(ConfigError, match=r"none\.pth"):
+    with pytest.raises(ConfigError, match=r"none\.pth.*TM555"):
         load_discriminator(PatchGANDiscriminator(8), tmp_path / "none.pth")
     torch.save({"discriminator": {"main.0.weight": torch.zeros(1)}}, tmp_path / "other.pt")
-    with pytest.raises(ConfigError, match=r"other\.pt.*another network"):
+    with pytest.raises(ConfigError, match=r"other\.pt.*another network.*TM509"):
         load_discriminator(PatchGANDiscriminator(8), tmp_path / "other.pt")
     torch.save({"args": Namespace(a=1)}, tmp_path / "pickled.pt")
-    with pytest.raises(ConfigError, match="could run code"):
+    with pytest.raises(ConfigError, match=r"could run code.*TM519"):
         load_discriminator(PatchGANDiscriminator(8), tmp_path / "pickled.pt")

@@ -137,7 +137,7 @@ def test_one_channel_training_gives_gray_reconstructions(recipe: str, tmp_path: 
 
 
 def test_endless_data_has_no_validation_split(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"validation\.split: .*validation\.data"):
+    with pytest.raises(ConfigError, match=r"validation\.split: .*validation\.data.*TM134"):
         prepare_run(tmp_path, "data.pool_size=0")
 
 

@@ -197,7 +197,7 @@ def test_unreachable_hub_is_reported(tmp_path: Path, offline: str) -> None:
 
 
 def test_unknown_name_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"'hpss'.*'hps'"):
+    with pytest.raises(ConfigError, match=r"'hpss'.*'hps'.*TM425"):
         required_sources("hpss")
 
 

@@ -72,7 +72,7 @@ def test_generation_ignores_last_steps() -> None:
 
 def test_toy_images_have_the_models_number_of_frames() -> None:
     (problem,) = find_problems(load("likelihood-toy-video", ["data.num_frames=1"]), world_size=1)
-    assert problem.startswith("data.num_frames: ") and problem.endswith("data.num_frames=4")
+    assert problem.startswith("data.num_frames: ") and problem.endswith("data.num_frames=4 [TM787]")
 
 
 def test_video_reward_needs_several_frames() -> None:
@@ -94,7 +94,7 @@ def test_likelihood_allows_truncated_sampling() -> None:
 def test_lora_dropout_is_refused_with_log_probabilities() -> None:
     changes = ["objective={type: ddpo}", "process.dynamics.eta=1"]
     (problem,) = find_problems(load("vader-modelscope-hps", changes))
-    assert problem.startswith("tuning.dropout: 0.1") and problem.endswith("tuning.dropout=0")
+    assert problem.startswith("tuning.dropout: 0.1") and problem.endswith("tuning.dropout=0 [TM792]")
     assert find_problems(load("vader-modelscope-hps", [*changes, "tuning.dropout=0"])) == []
 
 
@@ -128,7 +128,7 @@ def test_default_world_size_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> Non
     (problem,) = find_problems(load("grpo-toy-flow"))
     assert problem.startswith("batch.prompts: 8")
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE.*'many'"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE.*'many'.*TM023"):
         torchrun_world_size()
 
 

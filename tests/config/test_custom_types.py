@@ -39,5 +39,5 @@ def test_settings_that_another_class_lacks_are_named_when_they_are_dropped() -> 
 
 
 def test_unknown_class_of_an_objective_names_the_section() -> None:
-    with pytest.raises(ConfigError, match=r"objective.*Missing"):
+    with pytest.raises(ConfigError, match=r"objective.*Missing.*TM109"):
         load("grpo-toy-flow", [f"objective.type={__name__}:Missing"])

@@ -202,8 +202,8 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
 
 def test_part_of_a_recipe_suggests_a_complete_one() -> None:
     error = load_error("models/ltx")
-    assert error.startswith("models/ltx ") and error.endswith(" vader-ltx-hps")
-    assert load_error("models/modelscope").endswith(" vader-modelscope-actpred")
+    assert error.startswith("models/ltx ") and error.endswith(" vader-ltx-hps [TM027]")
+    assert load_error("models/modelscope").endswith(" vader-modelscope-actpred [TM027]")
     assert "`extends: [models/showo-512]`" in load_error("models/showo-512")
 
 
@@ -290,7 +290,7 @@ def test_custom_component_is_validated(name: str, fragments: list[str]) -> None:
 
 def test_component_of_another_kind_is_refused() -> None:
     data = apply_overrides(read_recipe("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"])
-    with pytest.raises(ConfigError, match=r"^process: 'tastemaker\.objectives\.dpo:DPO'.* Process"):
+    with pytest.raises(ConfigError, match=r"^process: 'tastemaker\.objectives\.dpo:DPO'.* Process.*TM060"):
         validate_config(data)
 
 

@@ -110,7 +110,7 @@ def test_invalid_dataset_files_are_reported(here: Path, text: str, message: str)
     (here / "datasets.yaml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_dataset(name="faces")
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*TM035"):
         read_dataset(name="faces", file="nowhere.yaml")
 
 
@@ -168,7 +168,7 @@ def test_batch_counts_are_converted_to_updates(here: Path) -> None:
     )
     for wrong in ("0", "four", "2.5", "true"):
         (here / "configs" / "celebhq.yaml").write_text(text.replace("acc_steps: 4", f"acc_steps: {wrong}"))
-        with pytest.raises(ConfigError, match=r"autoencoder_acc_steps is .*an integer"):
+        with pytest.raises(ConfigError, match=r"autoencoder_acc_steps is .*an integer.*TM768"):
             load_any_config("configs/celebhq.yaml")
 
 
@@ -187,10 +187,10 @@ def test_existing_checkpoints_initialize_the_run(here: Path) -> None:
 def test_custom_network_and_invalid_nanovla_configs(here: Path) -> None:
     (here / "configs" / "own.yaml").write_text("extends: vae\nmodel: {name: 'my_package:Net', params: {width: 3}}")
     (here / "configs" / "bad.yaml").write_text("extends: vae\ntrain: {bach_size: 3}")
-    with pytest.raises(ConfigError, match=r"'bach_size'.*'batch_size'"):
+    with pytest.raises(ConfigError, match=r"'bach_size'.*'batch_size'.*TM770"):
         load_any_config("configs/bad.yaml")
     (here / "configs" / "dit.yaml").write_text("extends: base\ndataset: celebhq\nmodel: {name: dit}")
-    with pytest.raises(ConfigError, match=r"autoencoder\.weights is None"):
+    with pytest.raises(ConfigError, match=r"autoencoder\.weights is None.*TM764"):
         load_any_config("configs/dit.yaml")
     config = load_any_config("configs/own.yaml")
     assert isinstance(config, AutoencoderRunConfig) and isinstance(config.autoencoder, CustomAutoencoderSpec)

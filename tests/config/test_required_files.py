@@ -56,7 +56,7 @@ def test_check_refuses_malformed_prompts(
 ) -> None:
     assert run_cli("check", "grpo-toy-flow", prompt_file(name, text)) == EXIT_USAGE
     assert f"data: {fragment}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"^data: "):
+    with pytest.raises(ConfigError, match=r"^data: .*TM046"):
         summarize_data(load("grpo-toy-flow", [f"data={{type: prompt_file, path: {name}}}"]))
 
 

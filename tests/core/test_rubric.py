@@ -176,7 +176,7 @@ def test_rewards_are_computed_in_full_precision_under_autocast() -> None:
 
 
 def test_error_of_a_reward_names_reward_prompts_and_cause() -> None:
-    with pytest.raises(RewardError, match=r"'tint'.*\['red', 'mauve'\].*'mauve'"):
+    with pytest.raises(RewardError, match=r"'tint'.*\['red', 'mauve'\].*'mauve'.*TM382"):
         rubric(tint=ColorReward()).score(PIXELS[:2, :1], ["red", "mauve"])
 
 
@@ -184,7 +184,7 @@ def test_error_of_a_remote_reward_names_reward_prompts_and_cause() -> None:
     def broken(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         raise OSError("no server")
 
-    with pytest.raises(RewardError, match=r"'far'.*\['red'.*OSError: no server"):
+    with pytest.raises(RewardError, match=r"'far'.*\['red'.*OSError: no server.*TM115"):
         rubric(far=CustomReward(broken, differentiable=False, runs_on="remote")).score(PIXELS, PROMPTS)
 
 
@@ -192,25 +192,25 @@ def test_error_of_a_remote_reward_names_reward_prompts_and_cause() -> None:
 def test_nan_or_infinite_score_names_the_prompts(bad: float) -> None:
     values = torch.tensor([0.0, 1.0, bad, 0.0, 0.0])
     custom = CustomReward(lambda x, p, f: values, differentiable=False, modality="video")
-    with pytest.raises(RewardError, match=r"'custom'.*NaN.*\['blue'\]"):
+    with pytest.raises(RewardError, match=r"'custom'.*NaN.*\['blue'\].*TM117"):
         rubric(custom=custom).score(PIXELS, PROMPTS)
 
 
 def test_scores_of_wrong_shape_are_refused() -> None:
     custom = CustomReward(lambda x, p, f: x.mean((2, 3, 4)), modality="video")
-    with pytest.raises(RewardError, match=r"'custom'.*\[5, 3\].*\['red'"):
+    with pytest.raises(RewardError, match=r"'custom'.*\[5, 3\].*\['red'.*TM116"):
         rubric(custom=custom).score(PIXELS, PROMPTS)
 
 
 def test_scores_that_are_not_a_tensor_are_refused() -> None:
     custom = CustomReward(lambda x, p, f: [0.0] * len(x), differentiable=False)  # type: ignore[arg-type, return-value]
-    with pytest.raises(RewardError, match=r"'custom'.*list"):
+    with pytest.raises(RewardError, match=r"'custom'.*list.*TM116"):
         rubric(custom=custom).score(PIXELS, PROMPTS)
 
 
 def test_differentiable_reward_with_no_gradient_is_refused() -> None:
     custom = CustomReward(lambda x, p, f: x.detach().mean((1, 2, 3, 4)))
-    with pytest.raises(RewardError, match=r"'custom'.*differentiable"):
+    with pytest.raises(RewardError, match=r"'custom'.*differentiable.*TM118"):
         rubric(custom=custom).score(PIXELS.clone().requires_grad_(), PROMPTS)
 
 
@@ -223,7 +223,7 @@ def test_out_of_memory_error_is_not_wrapped() -> None:
 
 
 def test_wrong_number_of_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 samples, 2 prompts"):
+    with pytest.raises(ValueError, match=r"5 samples, 2 prompts.*TM112"):
         rubric(color=ColorReward()).score(PIXELS, ["red", "blue"])
 
 
@@ -235,7 +235,7 @@ def test_empty_batch_has_empty_scores() -> None:
 
 
 def test_batch_size_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'color'.*batch_size 0"):
+    with pytest.raises(ValueError, match=r"'color'.*batch_size 0.*TM111"):
         rubric(color=ColorReward(batch_size=0))
 
 
@@ -265,5 +265,5 @@ def test_unhashable_spec_is_refused() -> None:
         def tiny(self) -> UnhashableSpec:
             return self
 
-    with pytest.raises(ValueError, match="UnhashableSpec"):
+    with pytest.raises(ValueError, match=r"UnhashableSpec.*TM110"):
         load_shared_reward(UnhashableSpec(["a"]), Placement())

@@ -208,12 +208,12 @@ def test_invalid_token_files_are_skipped_and_not_unpickled(tmp_path: Path) -> No
         "0",
         "3",
     }
-    with pytest.raises(ConfigError, match=r"imagenet32_codes/\d\.npy cannot be used"):
+    with pytest.raises(ConfigError, match=r"TM242"):
         TokenFolder(path).load(0).batch(0, 4, 0, 1)
 
 
 def test_folder_with_no_codes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="0 folders of codes"):
+    with pytest.raises(ConfigError, match=r"0 folders of codes.*TM245"):
         TokenFolder(tmp_path).load(0)
 
 
@@ -245,9 +245,9 @@ def test_tokens_of_another_length_or_codebook_are_refused(tmp_path: Path) -> Non
     model = LlamagenSpec().tiny().load(Placement())
     generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     wrong: list[Any] = [TokenBatch(("1", "2"), torch.zeros(2, 9, dtype=torch.long))]
-    with pytest.raises(ConfigError, match="9 tokens, the model generates 16"):
+    with pytest.raises(ConfigError, match=r"9 tokens, the model generates 16.*TM306"):
         toys.train(generator, Likelihood(), wrong, 1e-2)
     others: list[Any] = [TokenBatch(("1", "2"), torch.full((2, 16), 64))]
     for objective in (Likelihood(), CCA()):
-        with pytest.raises(ConfigError, match="has the token 64"):
+        with pytest.raises(ConfigError, match=r"has the token 64.*TM307"):
             toys.train(generator, objective, others, 1e-2)

@@ -153,20 +153,20 @@ def test_image_folder_reads_metadata_jsonl(tmp_path: Path) -> None:
     rows = [{"file_name": "one.png", "prompt": "first"}, {"file_name": "two.jpg", "prompt": "second"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert CaptionedFolder(tmp_path, image_size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
-    with pytest.raises(ConfigError, match=r"one\.png has 1 frames of 16x8 pixels|two\.jpg has 1 frames of 4x4 pixels"):
+    with pytest.raises(ConfigError, match=r"one\.png.*TM190"):
         CaptionedFolder(tmp_path).load(SEED).batch(0, 2, 0, 1)
 
 
 def test_invalid_image_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match=r"no such folder.*TM179"):
         CaptionedFolder(tmp_path / "none").load(SEED)
-    with pytest.raises(ConfigError, match=r"there are no images; expected files that end in \.png"):
+    with pytest.raises(ConfigError, match=r"TM196"):
         CaptionedFolder(tmp_path).load(SEED)
     save_solid_image(tmp_path / "a.png")
-    with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt"):
+    with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt.*TM234"):
         CaptionedFolder(tmp_path).load(SEED)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "prompt": "x"}')
-    with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: there is no file .*b\.png"):
+    with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: there is no file .*b\.png.*TM234"):
         CaptionedFolder(tmp_path).load(SEED)
 
 
@@ -188,15 +188,15 @@ def test_invalid_pairs_are_refused_by_row(tmp_path: Path) -> None:
     save_solid_image(tmp_path / "good.png")
     save_solid_image(tmp_path / "large.png", (9, 8))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
-    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: 'rejected'.* prompt, chosen"):
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: 'rejected'.* prompt, chosen.*TM232"):
         PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png"})).load(SEED)
-    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: there is no file .*none\.png"):
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: there is no file .*none\.png.*TM234"):
         PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "none.png"})).load(SEED)
     uneven = PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "large.png"})).load(SEED)
     with pytest.raises(
-        ConfigError, match=r"line 1: large\.png has 1 frames of 9x8 pixels, but .*line 1: good\.png has"
+        ConfigError, match=r"line 1: large\.png has 1 frames of 9x8 pixels, but .*line 1: good\.png has.*TM190"
     ):
         uneven.batch(0, 1, 0, 1)
     broken = PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "broken.png"})).load(SEED)
-    with pytest.raises(ImageError, match=r"broken\.png cannot be read as an image"):
+    with pytest.raises(ImageError, match=r"broken\.png.*TM172"):
         broken.batch(0, 1, 0, 1)

@@ -62,7 +62,7 @@ def test_collection_reads_nested_folders_without_hidden_files(tmp_path: Path) ->
     assert len(data) == 4 and batch.pixels.shape == (4, 1, 3, 8, 8) and batch.pixels.dtype == torch.float32
     assert seen(batch) == {("", 0): 2, ("", 1): 1, ("", 2): 1}
     assert len(ImageCollection(tmp_path, 8, file_pattern="*.jp*g").load(0)) == 2
-    with pytest.raises(ConfigError, match=r"there are no images that match x\*"):
+    with pytest.raises(ConfigError, match=r"TM178"):
         ImageCollection(tmp_path, 8, file_pattern="x*").load(0)
 
 
@@ -104,7 +104,7 @@ def test_collection_reads_txt_captions_or_metadata_jsonl(tmp_path: Path) -> None
     )
     assert ImageCollection(tmp_path, 8, caption_source="empty").load(0).batch(0, 2, 0, 1).prompts == ("", "")
     (tmp_path / "metadata.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(ConfigError, match=r"b.png cannot be used \(it has no caption, expected b.txt beside it\)"):
+    with pytest.raises(ConfigError, match=r"b.png.*TM176"):
         ImageCollection(tmp_path, 8).load(0).batch(0, 2, 0, 1)
 
 
@@ -144,10 +144,12 @@ def test_broken_shards_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=why):
             ImageCollection(tmp_path / name, 8).load(0)
     tar(tmp_path / "words.tar", {"0.txt": b"a"})
-    with pytest.raises(ConfigError, match="its shards hold no images"):
+    with pytest.raises(ConfigError, match=r"TM187"):
         ImageCollection(tmp_path / "words.tar", 8).load(0)
     tar(tmp_path / "b.tar", {"0.png": encoded(0), "0.cls": b"cat"})
-    with pytest.raises(ConfigError, match=r"0 in .*b.tar cannot be used \(its class is 'cat', expected a number"):
+    with pytest.raises(
+        ConfigError, match=r"0 in .*b.tar cannot be used \(its class is 'cat', expected a number.*TM183"
+    ):
         ImageCollection(tmp_path / "b.tar", 8, caption_source="class_id").load(0).batch(0, 1, 0, 1)
 
 
@@ -212,7 +214,7 @@ def test_broken_images_are_skipped_up_to_max_skipped(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"0[37].png is skipped \(.*cannot be read as an image") as warned:
         batch = data.batch(0, 12, 0, 1)
     assert len(warned) == 2 and batch.image_ids is not None and {*batch.image_ids.tolist()} == {*range(12)} - {3, 7}
-    with pytest.raises(ConfigError, match=r"0[37].png cannot be used .* set data.max_skipped above 0"):
+    with pytest.raises(ConfigError, match=r"0[37].png cannot be used .* set data.max_skipped above 0.*TM191"):
         loaded(tmp_path, max_skipped=0, num_workers=4).batch(0, 12, 0, 1)
 
 
@@ -263,7 +265,7 @@ def test_decode_square_handles_image_modes_and_orientation(tmp_path: Path) -> No
     assert torch.equal(decode_square(tmp_path / "turned.png", "", 16), torch.from_numpy(np.array(flat)).rot90(-1))
     coloured = decode_square(tmp_path / "turned.png", "", 16, grayscale=True)
     assert (coloured == coloured[..., :1]).all()
-    with pytest.raises(ImageError, match="that cannot be read as an image"):
+    with pytest.raises(ImageError, match=r"TM172"):
         decode_square(b"GIF89a", "that", 8)
 
 

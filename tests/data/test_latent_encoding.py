@@ -78,7 +78,7 @@ def test_latents_encode_the_center_crop(inputs: Path, tmp_path: Path) -> None:
 def test_captions_are_stored(inputs: Path, tmp_path: Path) -> None:
     encode_latents(encoding_options(inputs, tmp_path, "captioned"), Placement(), SILENT_CONSOLE)
     assert LatentFolder(tmp_path).load(0).prompts[:2] == ("picture number 0", "picture number 1")
-    with pytest.raises(ConfigError, match="has no class_id"):
+    with pytest.raises(ConfigError, match=r"has no class_id.*TM202"):
         LatentFolder(tmp_path, caption_source="class_id").load(0)
 
 
@@ -99,7 +99,7 @@ def test_ranks_write_the_same_shards_and_encoding_resumes(
         encode_latents(encoding_options(inputs, tmp_path / "shared"), Placement(), SILENT_CONSOLE)
         assert len(list((tmp_path / "shared").glob("*.safetensors"))) == shard_count
         if rank == "1":
-            with pytest.raises(ConfigError, match="holds 1 of 3 shards"):
+            with pytest.raises(ConfigError, match=r"holds 1 of 3 shards.*TM200"):
                 LatentFolder(tmp_path / "shared").load(0)
     names = sorted(file.name for file in (tmp_path / "complete").iterdir())
     assert names[-1] == "latents.json" and len(names) == 4
@@ -148,14 +148,10 @@ def test_more_broken_images_than_allowed_stop_and_keep_finished_shards(
     options = replace(
         encoding_options(inputs, tmp_path / "out"), images=broken_images, caption_source="caption", max_skipped=1
     )
-    with pytest.raises(
-        ConfigError, match=r"4\.png cannot be read .*, and 1 before it; or allow more .* --max-skipped 4"
-    ):
+    with pytest.raises(ConfigError, match=r"TM172"):
         encode_latents(options, Placement(), SILENT_CONSOLE)
     assert [file.name for file in (tmp_path / "out").glob("latents-*")] == ["latents-00000-of-00003.safetensors"]
-    with pytest.raises(
-        ConfigError, match=r"5\.png cannot be used .*, and 2 before it"
-    ):  # one was skipped in the first run
+    with pytest.raises(ConfigError, match=r"TM176"):  # one was skipped in the first run
         encode_latents(replace(options, max_skipped=2), Placement(), SILENT_CONSOLE)
     encode_latents(replace(options, max_skipped=3), Placement(), SILENT_CONSOLE)
     assert len(LatentFolder(tmp_path / "out").load(0)) == 4
@@ -164,7 +160,7 @@ def test_more_broken_images_than_allowed_stop_and_keep_finished_shards(
 def test_folder_with_only_broken_images_is_refused(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images/a.png").write_bytes(b"none")
-    with pytest.raises(ConfigError, match="none of 1 images could be read"):
+    with pytest.raises(ConfigError, match=r"TM201"):
         encode_latents(
             replace(encoding_options(inputs, tmp_path / "out"), images=tmp_path / "images"), Placement(), SILENT_CONSOLE
         )
@@ -247,9 +243,9 @@ def test_latents_of_changed_images_are_refused(inputs: Path, tmp_path: Path) -> 
     encode_latents(options, Placement(), SILENT_CONSOLE)
     LatentFolder(tmp_path / "latents").load(0)
     save_image(torch.rand(1, 3, 16, 16), images / "b.png")
-    with pytest.raises(ConfigError, match="encode it again"):
+    with pytest.raises(ConfigError, match=r"encode it again.*TM199"):
         LatentFolder(tmp_path / "latents").load(0)
-    with pytest.raises(ConfigError, match="started with another 'images'"):
+    with pytest.raises(ConfigError, match=r"started with another 'images'.*TM161"):
         encode_latents(options, Placement(), SILENT_CONSOLE)
     shutil.rmtree(images)
     assert len(LatentFolder(tmp_path / "latents").load(0)) == 1  # deleted images cannot be compared
@@ -292,7 +288,7 @@ def test_latents_of_another_autoencoder_are_refused(inputs: Path, tmp_path: Path
     encode_latents(encoding_options(inputs, tmp_path / "latents"), Placement(), SILENT_CONSOLE)
     other = f"model.autoencoder={inputs / 'other.safetensors'}"
     run = build(load("dit-folder", run_overrides(inputs, tmp_path / "latents", other)), tmp_path / "run")
-    with pytest.raises(ConfigError, match="encode the images again"):
+    with pytest.raises(ConfigError, match=r"encode the images again.*TM443"):
         list(train(run))
 
 

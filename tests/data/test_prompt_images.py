@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tastemaker.core.registry import ConfigError
+from tastemaker.data.dataset import epoch_permutation
 from tastemaker.data.image_io import image_size, resize_lanczos, save_image
 from tastemaker.data.prompt_images import (
     BUCKET_STEP,
@@ -65,6 +66,16 @@ def test_steps_have_one_bucket_and_epochs_all_samples() -> None:
     assert first != second
 
 
+def test_batches_of_a_bucket_follow_its_permutation() -> None:
+    counts, size = (5, 7, 9), 4  # two, two and three batches; the last one of a bucket is filled up from its start
+    for epoch in range(3):
+        steps = [schedule_bucket(counts, 7, 7 * epoch + step, size) for step in range(7)]
+        for bucket, count in enumerate(counts):
+            order = epoch_permutation(count, 7, epoch).tolist()
+            expected = [(order + order)[first : first + size] for first in range(0, count, size)]
+            assert sorted(rows for chosen, rows in steps if chosen == bucket) == sorted(expected)
+
+
 def test_bucketed_batches_have_one_size_on_all_ranks(folder: Path) -> None:
     data = PromptsWithImages(folder / "rows.jsonl", SMALL).load(0)
     seen: set[str] = set()
@@ -102,7 +113,7 @@ class MaliciousPickle:
 
 def test_pickles_with_code_and_empty_files_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "trap.pkl").write_bytes(pickle.dumps({"a": MaliciousPickle()}))
-    with pytest.raises(ConfigError, match="which could run code"):
+    with pytest.raises(ConfigError, match=r"which could run code.*TM215"):
         PromptsWithImages(folder / "trap.pkl").load(0)
     assert capsys.readouterr().out == ""
     for name, content in (("a.json", "[]"), ("b.json", '{"a": 1}'), ("c.json", "{"), ("d.pkl", "x")):
@@ -110,17 +121,17 @@ def test_pickles_with_code_and_empty_files_are_refused(folder: Path, capsys: pyt
         with pytest.raises(ConfigError, match=name):
             PromptsWithImages(folder / name).load(0)
     (folder / "gone.json").write_text('{"a": "gone.png"}')
-    with pytest.raises(ConfigError, match=r"there is no file .*gone\.png"):
+    with pytest.raises(ConfigError, match=r"there is no file .*gone\.png.*TM234"):
         PromptsWithImages(folder / "gone.json").load(0)
     (folder / "rows.jsonl").write_text('{"prompt": "a"}')
-    with pytest.raises(ConfigError, match="line 1: 'image' is missing"):
+    with pytest.raises(ConfigError, match=r"line 1: 'image' is missing.*TM232"):
         PromptsWithImages(folder / "rows.jsonl").load(0)
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a file that ends in \.jsonl, \.json, \.pkl"):
+    with pytest.raises(ValueError, match=r"TM212"):
         PromptsWithImages(Path("x.txt"))
-    with pytest.raises(ValueError, match="expected multiples of 16"):
+    with pytest.raises(ValueError, match=r"expected multiples of 16.*TM213"):
         PromptsWithImages(Path("x.json"), ((100, 64),))
 
 

@@ -68,7 +68,7 @@ def test_prompt_set_split_is_disjoint() -> None:
 def test_unknown_prompt_set_is_refused() -> None:
     data = load("grpo-toy-flow", ["data={type: prompt_set, name: actions}"]).data
     assert data == PromptSet("actions")
-    with pytest.raises(ConfigError, match=r"'animal'.*'animals'"):
+    with pytest.raises(ConfigError, match=r"'animal'.*'animals'.*TM221"):
         load("grpo-toy-flow", ["data={type: prompt_set, name: animal}"])
 
 

@@ -81,5 +81,5 @@ def test_plan_open_sora() -> None:
 
 
 def test_plan_refuses_two_transformers_of_wan() -> None:
-    with pytest.raises(ConfigError, match=r"model\.boundary_ratio"):
+    with pytest.raises(ConfigError, match=r"model\.boundary_ratio.*TM542"):
         estimate("vader-wan22-hps")

@@ -82,7 +82,7 @@ def test_folder_metadata_may_span_several_lines(tmp_path: Path) -> None:
         (tmp_path / f"{prompt:05d}" / "process").mkdir()
     assert len(find_images(benchmark, tmp_path)) == 6
     (tmp_path / "00001" / "metadata.jsonl").write_text('["a dog"]', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"00001.metadata\.jsonl.*'prompt'"):
+    with pytest.raises(ConfigError, match=r"00001.metadata\.jsonl.*'prompt'.*TM607"):
         find_images(benchmark, tmp_path)
 
 
@@ -136,9 +136,9 @@ def test_incomplete_folder_is_refused(fault: str, message: str, tmp_path: Path) 
     damage(write_images(tmp_path, benchmark), fault)
     with pytest.raises(ConfigError, match=message):
         find_images(benchmark, tmp_path)
-    with pytest.raises(ConfigError, match="nowhere"):
+    with pytest.raises(ConfigError, match=r"nowhere.*TM608"):
         find_images(benchmark, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"5\d\d .*0000"):
+    with pytest.raises(ConfigError, match=r"5\d\d .*0000.*TM611"):
         find_images(geneval(553, 2), tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_interrupted_scoring_resumes(tmp_path: Path) -> None:
     assert resumed.num_scored < 200
     list(evaluate_files(benchmark, files, BrightnessScorer(), tmp_path / "uninterrupted", "it"))
     assert (out / SCORES).read_text() == (tmp_path / "uninterrupted" / SCORES).read_text()
-    with pytest.raises(ConfigError, match="--out"):
+    with pytest.raises(ConfigError, match=r"--out.*TM598"):
         list(evaluate_files(benchmark, files, BrightnessScorer(), out, "other"))
 
 

@@ -58,7 +58,7 @@ def test_metadata_file_is_read_and_validated(tmp_path: Path) -> None:
     )
     rows = [dict(published_prompts()[0]), {**published_prompts()[1], "include": [{"class": "unicorn", "count": 1}]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"line 2.*'unicorn'"):
+    with pytest.raises(ConfigError, match=r"line 2.*'unicorn'.*TM616"):
         geneval(metadata=file)
     for text, message in (("", "no prompts"), ("{", "cannot be read"), ("{}", "line 1.*'prompt'")):
         file.write_text(text, encoding="utf-8")
@@ -123,20 +123,20 @@ def test_detector_is_downloaded_verified_and_cached(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "assets"))
     file, console = publish_file(tmp_path, b"weights" * 1000), Console(quiet=True)
-    with pytest.raises(ConfigError, match="tastemaker download geneval"):
+    with pytest.raises(ConfigError, match=r"tastemaker download geneval.*TM359"):
         file.local_path()
     path = fetch_verified(file, console)
     assert path.read_bytes() == b"weights" * 1000 and file.local_path() == path
     (tmp_path / "far" / "weights.pth").unlink()
     assert fetch_verified(file, console) == path, "a cached file needs no network"
     path.write_bytes(b"changed")
-    with pytest.raises(ConfigError, match=r"SHA-256"):
+    with pytest.raises(ConfigError, match=r"SHA-256.*TM360"):
         fetch_verified(file, console)
     path.unlink()
-    with pytest.raises(DownloadError, match=r"weights\.pth"):
+    with pytest.raises(DownloadError, match=r"weights\.pth.*TM613"):
         fetch_verified(file, console)
     wrong = replace(republish_file(tmp_path), sha256_prefix="00000000")
-    with pytest.raises(ConfigError, match="00000000"):
+    with pytest.raises(ConfigError, match=r"00000000.*TM360"):
         fetch_verified(wrong, console)
     assert not list(path.parent.glob("*.partial"))
 

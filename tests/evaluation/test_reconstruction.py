@@ -95,7 +95,7 @@ def test_interrupted_reconstruction_resumes(inputs: Path, tmp_path: Path) -> Non
     (tmp_path / "images" / "grey.png.png").unlink()
     resumed = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(quiet=True))
     assert resumed == [{**complete[0], "psnr": 99.0}, *complete[1:]] == read_scores(tmp_path)
-    with pytest.raises(ConfigError, match=r"another 'size' \(0, now 16\)"):
+    with pytest.raises(ConfigError, match=r"another 'size' \(0, now 16\).*TM161"):
         reconstruct_images(replace(reconstruction_options(inputs, tmp_path), size=16), Placement(), Console(quiet=True))
 
 
@@ -108,11 +108,11 @@ def test_fixed_size_and_missing_lpips_weights(inputs: Path, tmp_path: Path) -> N
 
 
 def test_broken_files_are_allowed_up_to_a_limit(inputs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*--max-skipped 2"):
+    with pytest.raises(ConfigError, match=r"TM172"):
         reconstruct_images(
             replace(reconstruction_options(inputs, tmp_path), max_unreadable=0), Placement(), Console(quiet=True)
         )
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match=r"TM641"):
         reconstruct_images(
             replace(reconstruction_options(inputs, tmp_path), images=tmp_path / "none"),
             Placement(),

@@ -192,7 +192,7 @@ def test_generate_from_an_exported_pipeline(full: UntrainedRun, tmp_path: Path) 
     images = generate_images(str(tmp_path / "pipeline"), tmp_path / "a")
     assert (images - generate_images(str(directory), tmp_path / "b")).abs().max() <= 1 / 255 + 1e-6
     export_generator(GeneratorExport(directory, tmp_path / "bare", "diffusers", network_only=True), CONSOLE)
-    with pytest.raises(ConfigError, match="without --network-only"):
+    with pytest.raises(ConfigError, match=r"without --network-only.*TM573"):
         generate_images(str(tmp_path / "bare"), tmp_path / "c")
 
 
@@ -227,20 +227,20 @@ def test_model_card_has_recipe_scores_and_credits(full: UntrainedRun, tmp_path: 
 
 def test_invalid_options_are_refused(full: UntrainedRun, tmp_path: Path) -> None:
     directory = full.run.directory
-    with pytest.raises(ConfigError, match=r"x\.safetensors.* a file"):
+    with pytest.raises(ConfigError, match=r"x\.safetensors.* a file.*TM665"):
         export_generator(GeneratorExport(directory, tmp_path / "x.safetensors", "comfyui"), CONSOLE)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match=r"exists already.*TM666"):
         export_generator(GeneratorExport(directory, tmp_path, "comfyui"), CONSOLE)
-    with pytest.raises(ConfigError, match="trained no adapters"):
+    with pytest.raises(ConfigError, match=r"trained no adapters.*TM669"):
         export_generator(GeneratorExport(directory, tmp_path / "x", "comfyui", merge=True), CONSOLE)
-    with pytest.raises(ConfigError, match=r"'old' \(.*live, ema\)"):
+    with pytest.raises(ConfigError, match=r"'old' \(.*live, ema\).*TM689"):
         export_generator(GeneratorExport(directory, tmp_path / "x", "comfyui", "old"), CONSOLE)
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match=r"no checkpoint.*TM671"):
         export_generator(GeneratorExport(tmp_path, tmp_path / "x", "comfyui"), CONSOLE)
     assert not (tmp_path / "x").exists()
 
 
 def test_unpublished_models_are_refused(tmp_path: Path) -> None:
     toy = make_untrained_run(tmp_path, "grpo-toy-flow", "batch={prompts: 4}", "objective.group_size=4")
-    with pytest.raises(ConfigError, match=r"flux.*sdxl"):
+    with pytest.raises(ConfigError, match=r"flux.*sdxl.*TM672"):
         export_generator(GeneratorExport(toy.run.directory, tmp_path / "x", "diffusers"), CONSOLE)

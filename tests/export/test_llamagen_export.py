@@ -178,16 +178,16 @@ def test_shards_load_as_torch_sharded_tensors(tmp_path: Path) -> None:
 
 def test_unsuitable_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:
     export_llamagen(LlamagenExport(trained, tmp_path), string_console())
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match=r"exists already.*TM675"):
         export_llamagen(LlamagenExport(trained, tmp_path), string_console())
     folder = tmp_path / "0000003"
-    with pytest.raises((CheckpointError, ConfigError), match="0000003"):
+    with pytest.raises((CheckpointError, ConfigError), match=r"0000003.*TM458"):
         resume_from_llamagen(build_new_run(tmp_path, "tuning={type: lora, target_modules: [wqkv]}"), folder)
     (folder / "resume_step.txt").write_text("three")
-    with pytest.raises(ConfigError, match="'three'"):
+    with pytest.raises(ConfigError, match=r"'three'.*TM454"):
         resume_from_llamagen(build_new_run(tmp_path), folder)
     (folder / "optimizer.00000-of-00001.pth").unlink()
-    with pytest.raises(ConfigError, match="holds no optimizer"):
+    with pytest.raises(ConfigError, match=r"holds no optimizer.*TM455"):
         resume_from_llamagen(build_new_run(tmp_path), folder)
 
 
@@ -204,5 +204,5 @@ def test_runs_of_other_models_are_refused(tmp_path: Path) -> None:
         "grpo-toy-causal", [f"output_dir={tmp_path}", "name=toy", "steps=1", "sample.every=0", "guard.every=0"]
     )
     run_training(config, console=string_console())
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match=r"another model.*TM674"):
         export_llamagen(LlamagenExport(tmp_path / "toy", tmp_path / "out"), string_console())

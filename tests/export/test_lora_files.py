@@ -96,7 +96,7 @@ def test_only_text_encoders_with_adapters_are_adapted(tmp_path: Path) -> None:
 
 def test_text_encoder_lora_needs_a_text_encoder(tmp_path: Path) -> None:
     save_file({f"text_encoder.x.lora_{x}.weight": torch.zeros(2, 2) for x in "AB"}, tmp_path / "x.safetensors")
-    with pytest.raises(ConfigError, match=r"'text_encoder\.x'"):
+    with pytest.raises(ConfigError, match=r"'text_encoder\.x'.*TM682"):
         LoraFromFile(tmp_path / "x.safetensors").apply(ModelscopeSpec().tiny().load(Placement()), ())
 
 
@@ -110,16 +110,16 @@ def test_training_continues_from_a_text_encoder_lora(tmp_path: Path) -> None:
     continued = build_run(config, tmp_path / "continued", tmp_path / "out" / DIFFUSERS_LORA_FILE)
     assert isinstance(continued, Run) and (draw_samples(continued) - draw_samples(run)).abs().max() < 1e-5
     other = tiny_config("vader-videocrafter2-hps", tmp_path, "tuning={type: lora, rank: 2}")
-    with pytest.raises(ConfigError, match=r"tuning\.rank=2, tuning\.modules=\[text_encoder\]"):
+    with pytest.raises(ConfigError, match=r"tuning\.rank.*TM678"):
         build_run(other, tmp_path / "other", tmp_path / "out" / DIFFUSERS_LORA_FILE)
 
 
 @pytest.mark.slow
 def test_original_lora_of_opensora_includes_text_encoders(tmp_path: Path) -> None:
     run = save_perturbed_run(tiny_config("vader-opensora-hps", tmp_path, LORA % BOTH), 0.1)
-    with pytest.raises(ConfigError, match="give authors"):
+    with pytest.raises(ConfigError, match=r"give authors.*TM667"):
         export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers"), CONSOLE)
-    with pytest.raises(ConfigError, match="--layout"):
+    with pytest.raises(ConfigError, match=r"--layout.*TM080"):
         export_weights(run.directory, tmp_path / "out.safetensors", "", 16, CONSOLE)
     export_generator(GeneratorExport(run.directory, tmp_path / "out", "authors"), CONSOLE)
     assert "including those of text_encoder" in (tmp_path / "out/README.md").read_text()
@@ -129,7 +129,7 @@ def test_original_lora_of_opensora_includes_text_encoders(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_original_lora_of_videocrafter_refuses_text_encoders(tmp_path: Path) -> None:
     run = save_perturbed_run(tiny_config("vader-videocrafter2-hps", tmp_path, LORA % BOTH), 0.1)
-    with pytest.raises(ConfigError, match=r"--layout.*text encoders"):
+    with pytest.raises(ConfigError, match=r"--layout.*text encoders.*TM680"):
         export_generator(GeneratorExport(run.directory, tmp_path / "out", "authors"), CONSOLE)
 
 
@@ -210,7 +210,7 @@ def test_two_transformers_are_exported_as_a_pipeline(tuning: str, tmp_path: Path
     check_equal_outputs(run_card_snippet(tmp_path / "out"), run.policy.model.net)
     loaded = build(resolve_source(str(tmp_path / "out"), [])[0], load_data=False)
     assert (draw_samples(loaded) - draw_samples(run)).abs().max() < 1e-4
-    with pytest.raises(ConfigError, match=r"--layout.*diffusers"):
+    with pytest.raises(ConfigError, match=r"--layout.*diffusers.*TM421"):
         export_generator(
             GeneratorExport(run.directory, tmp_path / "x", "authors", "live", merge=options.merge), CONSOLE
         )

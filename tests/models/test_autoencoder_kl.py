@@ -71,7 +71,7 @@ def test_every_published_format_loads(file: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.encode(pixels), expected, atol=2e-3 if "fp16" in file else 1e-5, rtol=1e-3)
     if path.suffix == ".bin":
         torch.save({**tensors, "code": print}, path)
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(ConfigError, match=r"cannot be read.*TM501"):
             load_autoencoder(str(tmp_path), Placement())
 
 
@@ -120,9 +120,9 @@ def test_exported_folder_loads_in_diffusers(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.encode(pixels), trained.encode(pixels), atol=1e-5, rtol=1e-4)  # type: ignore[operator]
     export_weights(run, tmp_path / "vae.safetensors", "", 32, CONSOLE)
     assert load_autoencoder(str(tmp_path / "vae.safetensors"), Placement())(pixels)[0].equal(trained(pixels)[0])
-    with pytest.raises(ConfigError, match="comfyui"):
+    with pytest.raises(ConfigError, match=r"comfyui.*TM693"):
         export_generator(GeneratorExport(run, tmp_path / "other", "comfyui"), CONSOLE)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match=r"exists already.*TM692"):
         export_generator(GeneratorExport(run, out, "diffusers"), CONSOLE)
 
 
@@ -141,9 +141,9 @@ def test_run_from_published_weights_is_self_contained(tmp_path: Path) -> None:
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"autoencoder\.weights: .*config\.json"):
+    with pytest.raises(ConfigError, match=r"autoencoder\.weights: .*config\.json.*TM418"):
         AutoencoderKLSpec(weights=str(tmp_path)).load(Placement())
-    with pytest.raises(ConfigError, match="`tastemaker download nobody/vae`"):
+    with pytest.raises(ConfigError, match=r"`tastemaker download nobody/vae`.*TM505"):
         AutoencoderKLSpec(weights="nobody/vae").load(Placement())
-    with pytest.raises(ValueError, match="32 does not divide 8"):
+    with pytest.raises(ValueError, match=r"32 does not divide 8.*TM417"):
         AutoencoderKLSpec(block_out_channels=(8,))

@@ -89,11 +89,11 @@ def test_unpatchify_inverts_patchify() -> None:
 
 
 def test_invalid_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'image_size'.*60"):
+    with pytest.raises(ValueError, match=r"'image_size'.*60.*TM423"):
         DitSpec(image_size=60)
-    with pytest.raises(ValueError, match=r"'width'.*100.*'heads'.*3"):
+    with pytest.raises(ValueError, match=r"'width'.*100.*'heads'.*3.*TM424"):
         DitSpec(width=100)
-    with pytest.raises(ConfigError, match=r"prompt: .* 'unicorn'"):
+    with pytest.raises(ConfigError, match=r"prompt: .* 'unicorn'.*TM753"):
         DitSpec().tiny().load(Placement()).embed(["a photo of a unicorn"])
 
 
@@ -145,5 +145,5 @@ def test_init_weights_of_a_video_model_are_all_used(tmp_path: Path) -> None:
 def test_init_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     wide = replace(DitSpec().tiny(), width=64).load(Placement()).net.state_dict()
     weight_files.write_weights(tmp_path / "wide.safetensors", wide, {})
-    with pytest.raises(ConfigError, match="are of another network"):
+    with pytest.raises(ConfigError, match=r"are of another network.*TM509"):
         replace(DitSpec().tiny(), frames=2, init_weights=str(tmp_path / "wide.safetensors")).load(Placement())

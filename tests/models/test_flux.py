@@ -189,26 +189,26 @@ def test_single_file_in_the_original_layout_loads(saved: tuple[Any, str, bool], 
     net = FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
     assert all(x.equal(other[key]) for key, x in net.state_dict().items())
     save_file({key: x[:1].clone() for key, x in tensors.items()}, tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match="this transformer"):
+    with pytest.raises(ConfigError, match=r"this transformer.*TM503"):
         FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement())
 
 
 def test_invalid_settings_are_refused(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
     _, folder, _ = saved
-    with pytest.raises(ConfigError, match=r"'no/where'.*`tastemaker download no/where`"):
+    with pytest.raises(ConfigError, match=r"'no/where'.*`tastemaker download no/where`.*TM505"):
         FluxSpec("no/where").load(Placement())
     save_file({"x": torch.zeros(1)}, tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match="this transformer"):
+    with pytest.raises(ConfigError, match=r"this transformer.*TM503"):
         FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement())
-    with pytest.raises(ConfigError, match=r"one\.safetensors.*diffusers' layout"):
+    with pytest.raises(ConfigError, match=r"one\.safetensors.*diffusers' layout.*TM497"):
         FluxSpec(str(tmp_path / "one.safetensors")).load(Placement())
-    with pytest.raises(ConfigError, match="transformer cannot be read"):
+    with pytest.raises(ConfigError, match=r"transformer cannot be read.*TM501"):
         FluxSpec(str(tmp_path)).load(Placement())
     config_file = Path(folder) / "vae" / "config.json"
     config = config_file.read_text()
     try:
         config_file.write_text(json.dumps({**json.loads(config), "block_out_channels": [8, 8, 8, 16]}))
-        with pytest.raises(ConfigError, match="vae cannot be read"):
+        with pytest.raises(ConfigError, match=r"vae cannot be read.*TM501"):
             FluxSpec(folder).load(Placement())
     finally:
         config_file.write_text(config)

@@ -164,5 +164,5 @@ def test_logits_depend_on_word_order() -> None:
 
 
 def test_invalid_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"heads.*width"):
+    with pytest.raises(ValueError, match=r"heads.*width.*TM480"):
         GPTConfig(width=100, heads=3)

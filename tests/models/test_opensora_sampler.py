@@ -119,7 +119,7 @@ def test_with_size_changes_shapes_and_single_images_decode() -> None:
     image_model = replace(SPEC, duration=1).load(Placement())
     pixels = image_model.decode(torch.randn(1, *image_model.shape))
     assert image_model.encode(pixels).shape == (1, 1, 4, 2, 2)
-    with pytest.raises(ConfigError, match="2 frames"):
+    with pytest.raises(ConfigError, match=r"2 frames.*TM541"):
         image_model.encode(torch.rand(1, 2, 3, 16, 16))
 
 
@@ -171,9 +171,9 @@ def test_reference_frames_stay_fixed(tmp_path: Path) -> None:
     assert not torch.allclose(trajectory.final[0, 5], reference, atol=1e-2)  # resampled below noise level 0.5
     assert not torch.allclose(trajectory.final[0, 1], unconstrained.final[0, 1], atol=1e-4)
     torch.testing.assert_close(trajectory.final[1], unconstrained.final[1], rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"none\.png"):
+    with pytest.raises(ValueError, match=r"none\.png.*TM166"):
         policy.embed(["a cat"], [{"image": str(tmp_path / "none.png")}])
-    with pytest.raises(ValueError, match=r"'mask_strategy'.* 1"):
+    with pytest.raises(ValueError, match=r"'mask_strategy'.* 1.*TM490"):
         policy.embed(["a cat"], [{"image": image, "mask_strategy": "0,1"}])
 
 
@@ -183,5 +183,5 @@ def test_mask_strategy_parsing() -> None:
     assert second == MaskStrategyRule(1, -5, -5, 5, 0.4)
     assert [nearest_chunk_start(frame, 15) for frame in (0, 2, 3, 10, 13)] == [0, 0, 5, 10, 10]
     for text in ("a", "1", "0,0,0,0,1,2", "0,0,0,0,1,0,9", "0,-1"):
-        with pytest.raises(ValueError, match="mask_strategy"):
+        with pytest.raises(ValueError, match=r"mask_strategy.*TM488"):
             parse_mask_strategy(text)

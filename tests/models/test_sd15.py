@@ -220,23 +220,23 @@ def test_unet_timestep_maps_times_to_training_timesteps(t: float, expected: floa
 
 
 def test_invalid_settings_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'width'.*500.*8192"):
+    with pytest.raises(ValueError, match=r"'width'.*500.*8192.*TM432"):
         Sd15Spec(width=500)
-    with pytest.raises(ConfigError, match=r"model\.type.*sdxl"):
+    with pytest.raises(ConfigError, match=r"model\.type.*sdxl.*TM521"):
         Sd15Spec(str(folders["sdxl"])).load(Placement())
-    with pytest.raises(ConfigError, match=r"model\.type.*sd15"):
+    with pytest.raises(ConfigError, match=r"model\.type.*sd15.*TM521"):
         SdxlSpec(str(folders["sd15"])).load(Placement())
-    with pytest.raises(ConfigError, match="diffusers' layout"):
+    with pytest.raises(ConfigError, match=r"diffusers' layout.*TM499"):
         Sd15Spec(str(tmp_path)).load(Placement())
     assert Sd15Spec("no/such").sources == (WeightsSource("no/such"),) and Sd15Spec().tiny().sources == ()
-    with pytest.raises(ConfigError, match="`tastemaker download no/such`"):
+    with pytest.raises(ConfigError, match=r"`tastemaker download no/such`.*TM505"):
         Sd15Spec("no/such").load(Placement())
-    with pytest.raises(ConfigError, match=r"32x24.*32x32.*data\.image_size"):
+    with pytest.raises(ConfigError, match=r"32x24.*32x32.*data\.image_size.*TM433"):
         Sd15Spec().tiny().load(Placement()).encode(torch.rand(1, 1, 3, 24, 32))
     model = Sd15Spec().tiny().load(Placement())
     save_file(model.net.state_dict(), tmp_path / "sd15.safetensors")
-    with pytest.raises(ConfigError, match=r"this unet"):
+    with pytest.raises(ConfigError, match=r"this unet.*TM503"):
         SdxlSpec(str(folders["sdxl"]), unet=str(tmp_path / "sd15.safetensors")).load(Placement())
     save_file(original_state_dict(model.net), tmp_path / "original.safetensors")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"lacks 'label_emb"):
+    with pytest.raises(ConfigError, match=r"lacks 'label_emb.*TM523"):
         SdxlSpec(str(folders["sdxl"]), unet=str(tmp_path / "original.safetensors")).load(Placement())

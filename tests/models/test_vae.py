@@ -61,12 +61,12 @@ def test_pixel_shuffle_autoencoder_round_trip() -> None:
     assert z.shape == (2, 16, 2, 2)
     assert torch.allclose(autoencoder.decode(z), pixels, atol=1e-6)
     assert isinstance(load_vae(None, 16, 8, Placement()), PixelShuffleAutoencoder)
-    with pytest.raises(ValueError, match=r"'latent_channels'.*4"):
+    with pytest.raises(ValueError, match=r"'latent_channels'.*4.*TM485"):
         PixelShuffleAutoencoder(4, 8)
 
 
 def test_missing_autoencoder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'playground/nothing'"):
+    with pytest.raises(ConfigError, match=r"'playground/nothing'.*TM546"):
         load_vae("playground/nothing", 16, 8, Placement())
 
 

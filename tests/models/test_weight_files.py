@@ -35,10 +35,10 @@ def test_missing_weights_are_refused(name: str) -> None:
 
 def test_file_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ConfigError, match=r"x\.safetensors.*safetensors file"):
+    with pytest.raises(ConfigError, match=r"x\.safetensors.*safetensors file.*TM547"):
         weight_files.read_weights(tmp_path / "x.safetensors")
 
 
 def test_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint yet.*TM548"):
         weight_files.read_weights(tmp_path)

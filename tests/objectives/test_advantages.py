@@ -273,7 +273,7 @@ def test_combine_setting_has_no_effect_on_one_reward() -> None:
 
 
 def test_tracker_refuses_combined_advantages() -> None:
-    with pytest.raises(ValueError, match=r"'combine'.*tracker"):
+    with pytest.raises(ValueError, match=r"'combine'.*tracker.*TM305"):
         GRPO(advantage="tracker", combine="advantages")
 
 

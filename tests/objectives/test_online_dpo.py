@@ -175,5 +175,5 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
 
 def test_unknown_guidance_reward_is_refused() -> None:
     objective = OnlineDPO(reward_guidance_coef=0.1, reward_guidance_name="orm")
-    with pytest.raises(ConfigError, match=r"'orm'.*color"):
+    with pytest.raises(ConfigError, match=r"'orm'.*color.*TM310"):
         collect(objective, toys.policy("masked", snapshots=objective.snapshots()))

@@ -99,7 +99,7 @@ def test_truncated_normal_start_step_is_shared_by_ranks() -> None:
     ],
 )
 def test_step_beyond_the_sampler_is_refused(objective: RewardGradient) -> None:
-    with pytest.raises(ValueError, match=r"step \d.* 8 steps"):
+    with pytest.raises(ValueError, match=r"step \d.* 8 steps.*TM316"):
         calls_with_gradient(objective)
 
 
@@ -187,7 +187,7 @@ def test_only_selected_frames_are_scored(frames: Any, indices: list[int]) -> Non
 
 def test_negative_steps_are_refused() -> None:
     for settings in ({"gradient_mode": "from_step", "from_step": -1}, {"gradient_mode": "steps", "steps": (2, -1)}):
-        with pytest.raises(ValueError, match=r"from_step.*steps.*-1|from_step.*-1.*steps"):
+        with pytest.raises(ValueError, match=r"from_step.*steps.*-1|from_step.*-1.*steps.*TM088"):
             RewardGradient(**settings)
 
 
@@ -216,9 +216,9 @@ def test_random_frame_per_video_does_not_depend_on_batches() -> None:
 
 def test_invalid_frames_are_refused() -> None:
     for frames in (-1, (0, -2), ()):
-        with pytest.raises(ValueError, match=r"'frames' is "):
+        with pytest.raises(ValueError, match=r"'frames' is .*TM317"):
             RewardGradient(frames=frames)
-    with pytest.raises(ValueError, match=r"frame 7\b.* 3"):
+    with pytest.raises(ValueError, match=r"frame 7\b.* 3.*TM318"):
         select_frames((1, 7), 3)
 
 

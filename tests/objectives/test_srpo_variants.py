@@ -75,7 +75,7 @@ def test_offline_steps_end_offline_training(offline_steps: int | None, expected:
 def test_offline_steps_need_images() -> None:
     policy = toys.policy("flow")
     for step in (0, 4):
-        with pytest.raises(ConfigError, match=r"objective\.offline_steps"):
+        with pytest.raises(ConfigError, match=r"objective\.offline_steps.*TM322"):
             replace(TOY, offline_steps=5).collect(toys.context(policy, 4, step=step), toys.prompts(4))
     assert len(replace(TOY, offline_steps=5).collect(toys.context(policy, 4, step=5), toys.prompts(4))) == 4
 

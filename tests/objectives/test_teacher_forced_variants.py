@@ -147,7 +147,7 @@ def test_latent_reward_is_cosine_of_token_embeddings() -> None:
 
 def test_latent_reward_needs_a_codebook() -> None:
     policy = toys.policy("causal")
-    with pytest.raises(ConfigError, match=r"objective\.latent_reward_weight: "):
+    with pytest.raises(ConfigError, match=r"objective\.latent_reward_weight: .*TM098"):
         TeacherForcedGRPO(latent_reward_weight=1.0).collect(
             toys.context(policy, 4, spec=MseReward()), toys.image_batch(4, 1, 0)
         )

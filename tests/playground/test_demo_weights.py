@@ -47,5 +47,5 @@ def test_missing_playground_weights_name_the_repository(tmp_path: Path, monkeypa
     (tmp_path / "playground/weights").mkdir(parents=True)
     (tmp_path / "playground/weights/vae.safetensors").touch()
     monkeypatch.setattr(weight_files, "PACKAGE_ROOT", tmp_path)
-    with pytest.raises(ConfigError, match=r"'playground/judge'.*repository.*playground/vae"):
+    with pytest.raises(ConfigError, match=r"'playground/judge'.*repository.*playground/vae.*TM546"):
         weight_files.read_weights("playground/judge")

@@ -1,11 +1,15 @@
-"""Temperature, top-k and top-p sampling."""
+"""Temperature, top-k and top-p sampling, and the scores of sampled tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import toys
 from torch import Tensor
 
+from tastemaker.core.randomness import Randomness
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 
@@ -17,6 +21,21 @@ def test_temperature_divides_logits() -> None:
     torch.testing.assert_close(
         probabilities(AutoregressiveProcess(temperature=0.5), 0.0, 1.0, 2.0), torch.tensor([0.0, 2.0, 4.0]).softmax(0)
     )
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@torch.no_grad()
+def test_scored_log_probs_equal_those_of_sampling(temperature: float) -> None:
+    process = AutoregressiveProcess(temperature, recompute_log_probs=False)
+    policy = replace(toys.policy("causal"), process=process)
+    toys.perturb(policy, 0.3)
+    cond = policy.embed(toys.PROMPTS)
+    (segment,) = policy.sample(cond, Randomness(0, 0, torch.arange(4))).segments
+    scores = policy.action_distribution(cond, segment).log_prob(segment.action)
+    torch.testing.assert_close(scores, segment.log_prob, rtol=1e-4, atol=1e-5)
+    logits = policy.model.predict(segment.state, segment.t, cond) / temperature
+    expected = torch.distributions.Categorical(logits=logits).log_prob(segment.action)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_top_k_keeps_most_likely_tokens() -> None:

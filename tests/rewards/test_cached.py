@@ -105,7 +105,7 @@ def test_changed_weights_file_changes_the_reward_fingerprint(tmp_path: Path) -> 
 
 
 def test_metadata_that_cannot_be_hashed_is_refused() -> None:
-    with pytest.raises(RewardError, match="metadata holds a object"):
+    with pytest.raises(RewardError, match=r"metadata holds a object.*TM375"):
         compute_scores(CachedReward(CountingReward()), metadata=[{"thing": object()}] * 4)
 
 
@@ -162,7 +162,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
 
 def test_corrupt_cache_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scores.sqlite").write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match=r"score cache .*scores\.sqlite"):
+    with pytest.raises(ConfigError, match=r"score cache .*scores\.sqlite.*TM374"):
         CachedReward(CountingReward(), tmp_path).load(Placement())
 
 
@@ -172,9 +172,9 @@ def test_nan_score_is_refused_and_not_cached(tmp_path: Path) -> None:
         def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
             return torch.full((len(pixels),), float("nan"))
 
-    with pytest.raises(RewardError, match="NaN"):
+    with pytest.raises(RewardError, match=r"NaN.*TM117"):
         compute_scores(CachedReward(NanReward(), tmp_path))
-    with pytest.raises(RewardError, match="NaN"):
+    with pytest.raises(RewardError, match=r"NaN.*TM117"):
         compute_scores(CachedReward(NanReward(), tmp_path))
 
 

@@ -90,5 +90,5 @@ def test_confidence_is_high_only_for_objects_in_the_photo(detector_path: str, ph
 
 def test_invalid_tflite_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.tflite").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match=r"readable \.tflite|ai_edge_litert"):
+    with pytest.raises(ConfigError, match=r"TM346"):
         DetectionReward(str(tmp_path / "cut.tflite")).load(Placement())

@@ -67,11 +67,11 @@ def test_function_reward_survives_a_round_trip_through_yaml(module: str) -> None
 
 
 def test_function_mistakes_are_named(module: str) -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.mine.*nothing_here"):
+    with pytest.raises(ConfigError, match=r"rewards\.mine.*nothing_here.*TM109"):
         load("grpo-toy-flow", [f"rewards.mine={{type: '{module}:nothing_here'}}"])
-    with pytest.raises(ConfigError, match=r"rewards\.mine.*int"):
+    with pytest.raises(ConfigError, match=r"rewards\.mine.*int.*TM106"):
         load("grpo-toy-flow", [f"rewards.mine={{type: '{module}:number'}}"])
-    with pytest.raises(RewardError, match=r"'mine'.*\[1\]"):
+    with pytest.raises(RewardError, match=r"'mine'.*\[1\].*TM116"):
         scores({"type": f"{module}:one_score"}, torch.rand(2, 1, 3, 4, 4))
 
 

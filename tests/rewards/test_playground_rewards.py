@@ -65,7 +65,7 @@ def test_prompt_gives_the_scores_of_metadata(spec: RewardSpec) -> None:
 
 
 def test_prompt_that_is_no_playground_caption_is_refused() -> None:
-    with pytest.raises(RewardError, match="caption of the playground"):
+    with pytest.raises(RewardError, match=r"caption of the playground.*TM752"):
         rubric(PlaygroundVerdictReward()).score(random_images(1), ["a castle at dawn"])
 
 
@@ -85,7 +85,7 @@ def test_style_word_adds_a_term_independent_of_the_caption() -> None:
 
 
 def test_unknown_style_word_is_refused() -> None:
-    with pytest.raises(RewardError, match="crisp, blurry, noisy"):
+    with pytest.raises(RewardError, match=r"crisp, blurry, noisy.*TM760"):
         rubric(PlaygroundMatchReward()).score(random_images(1), ["sublime. a photo of a dog"])
 
 
@@ -98,5 +98,5 @@ def test_judge_is_a_verifier() -> None:
 
 
 def test_unknown_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="'playground/nobody'"):
+    with pytest.raises(ValueError, match=r"'playground/nobody'.*TM546"):
         PlaygroundTasteReward("playground/nobody").load(Placement())

@@ -66,7 +66,7 @@ def test_threshold_decides_what_is_judgeable() -> None:
 def test_custom_question_changes_scores() -> None:
     custom, default = (spec.tiny().load(Placement()) for spec in (VlmReward(question="Is this {prompt}?"), VlmReward()))
     assert not torch.equal(custom.score(IMAGES, PROMPTS, [{}] * 5), default.score(IMAGES, PROMPTS, [{}] * 5))
-    with pytest.raises(ValueError, match=r"'Is this nice'.*\{prompt\}"):
+    with pytest.raises(ValueError, match=r"'Is this nice'.*\{prompt\}.*TM410"):
         VlmReward(question="Is this nice")
 
 
@@ -89,5 +89,5 @@ def test_prompt_of_ten_thousand_characters_is_scored() -> None:
 
 def test_nan_pixels_are_refused() -> None:
     judge = VlmReward().tiny().load(Placement())
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ValueError, match=r"NaN.*TM713"):
         judge.judge(torch.full((1, 1, 3, 8, 8), torch.nan), ["a cat"], (), 0.5)

@@ -66,19 +66,19 @@ def test_per_frame_passes_the_frame_number_to_the_target() -> None:
 
 def test_frame_out_of_range_is_refused() -> None:
     spec = PerFrameReward(BrightnessReward(), 5)
-    with pytest.raises(ValueError, match="5 frames"):
+    with pytest.raises(ValueError, match=r"5 frames.*TM413"):
         spec.load(Placement()).score(PIXELS, PROMPTS, [{}] * 4)
 
 
 def test_per_frame_refuses_a_video_reward() -> None:
-    with pytest.raises(ValueError, match="no frame"):
+    with pytest.raises(ValueError, match=r"no frame.*TM414"):
         PerFrameReward(StillnessReward(), "middle")
 
 
 def test_invalid_bounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="min"):
+    with pytest.raises(ValueError, match=r"min.*TM412"):
         ClippedReward(BrightnessReward(), 1.0, 0.0)
-    with pytest.raises(ValueError, match=r"'min'.*'max'"):
+    with pytest.raises(ValueError, match=r"'min'.*'max'.*TM411"):
         ClippedReward(BrightnessReward())
 
 

@@ -238,11 +238,11 @@ def test_metadata_stays_with_its_prompt() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="sample per prompt"):
+    with pytest.raises(ValueError, match=r"sample per prompt.*TM557"):
         BestOfN(0)
-    with pytest.raises(ValueError, match=r"1\.5"):
+    with pytest.raises(ValueError, match=r"1\.5.*TM577"):
         PARMSearch(4, start_progress=1.5)
-    with pytest.raises(ValueError, match="top_k 2, prune false"):
+    with pytest.raises(ValueError, match=r"top_k 2, prune false.*TM578"):
         PARMSearch(4, prune=False, top_k=2)
 
 
@@ -288,5 +288,5 @@ def test_prm_requires_a_stochastic_sampler(name: str) -> None:
         policy = replace(policy, process=replace(policy.process, dynamics=ODE()))
     with pytest.raises(ConfigError, match="parm"):
         PRMSearch(2).run(policy, RubricVerifier(toys.rubric()), toys.prompts(2), Randomness(0, 0, torch.arange(2)))
-    with pytest.raises(ValueError, match="interval"):
+    with pytest.raises(ValueError, match=r"interval.*TM579"):
         PRMSearch(interval=0)

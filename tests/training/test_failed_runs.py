@@ -96,6 +96,6 @@ def test_failing_autoencoder_run_saves_a_checkpoint(tmp_path):
         "engine={device: cpu, precision: fp32}",
     ]  # fmt: skip
     run, events = build_autoencoder(load_any_config("vae-playground", settings), tmp_path / "run"), []
-    with pytest.raises(ConfigError, match=r"5\.png.*step \d+ "):
+    with pytest.raises(ConfigError, match=r"TM191"):
         events.extend(training.train(run))
     assert isinstance(events[-1], CheckpointSaved) and events[-1].step == events[-2].step > 0

@@ -40,5 +40,5 @@ def test_held_out_rewards_are_not_scored_at_training_steps(tmp_path: Path) -> No
 
 
 def test_held_out_reward_must_have_weight_zero() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.dark.*held_out"):
+    with pytest.raises(ConfigError, match=r"rewards\.dark.*held_out.*TM048"):
         load("grpo-toy-flow", ["rewards.dark={type: brightness, weight: 0.5, held_out: true}"])

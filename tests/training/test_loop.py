@@ -87,6 +87,29 @@ def test_ema_follows_the_live_weights(tmp_path):
     assert not ema[key].equal(live[key]) and not ema[key].equal(start[key])
 
 
+def test_ema_decay_warms_up_with_every_update(tmp_path):
+    settings = ["ema_decay=0.9", "batch.epochs=3", "batch.minibatches=2", "optim.lr=0.01"]
+    run = build(load("grpo-toy-causal", [*SETTINGS, *settings]), tmp_path)
+    expected, live, launch_step = copy_weights(run), [], run.engine.launch_step
+
+    def record_weights(step):
+        launched = launch_step(step)
+        live.append(copy_weights(run))
+        return launched
+
+    run.engine.launch_step = record_weights
+    for step in range(2):
+        train_step(run, step)
+    assert len(live) == 2 * 3 * 2
+    for updates, weights in enumerate(live):
+        decay = (1 + updates) / (10 + updates)  # below 0.9 for the first 80 updates
+        expected = {key: decay * x + (1 - decay) * weights[key] for key, x in expected.items()}
+    ema = run.policy.weights.snapshot_tensors()["ema"]
+    assert ema.keys() == expected.keys()
+    for key, x in expected.items():
+        torch.testing.assert_close(ema[key], x, rtol=1e-5, atol=1e-6)
+
+
 def test_samples_use_the_same_noise_at_every_step(tmp_path):
     run = build(load("grpo-toy-flow", ["steps=1", "sample.every=1", "optim.lr=0", "batch.prompts=4"]), tmp_path)
     first, last = (event.pixels for event in train(run) if isinstance(event, SamplesGenerated))

@@ -67,7 +67,7 @@ def test_every_family_is_a_reward_and_a_verifier(family: str, folders: dict[str,
 
 def test_pixel_gradient_requires_torch_preprocessing(folders: dict[str, Path]) -> None:
     VlmReward(weights=str(folders["llava_onevision"]), pixel_gradient=True).load(Placement())
-    with pytest.raises(ConfigError, match="PyTorch"):
+    with pytest.raises(ConfigError, match=r"PyTorch.*TM708"):
         VlmReward(weights=str(folders["qwen2_vl"]), pixel_gradient=True).load(Placement())
 
 
@@ -228,19 +228,19 @@ def test_paligemma_prompt_starts_with_image_tokens_and_ends_with_newline(folders
 
 
 def test_unusable_checkpoint_directories_are_refused(parm: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llava-hf/.*16 GB"):
+    with pytest.raises(ConfigError, match=r"llava-hf/.*16 GB.*TM505"):
         VlmReward().load(Placement())
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json.*TM355"):
         VlmReward(weights=str(tmp_path)).load(Placement())
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="vision-language model"):
+    with pytest.raises(ConfigError, match=r"vision-language model.*TM709"):
         VlmReward(weights=str(tmp_path)).load(Placement())
     for file in folders["llava_onevision"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model.safetensors").write_bytes((folders["llava_onevision"] / "model.safetensors").read_bytes()[:500])
-    with pytest.raises(ConfigError, match="readable safetensors"):
+    with pytest.raises(ConfigError, match=r"readable safetensors.*TM506"):
         VlmReward(weights=str(tmp_path)).load(Placement())
-    with pytest.raises(ConfigError, match=r"'model\.other\.weight'"):
+    with pytest.raises(ConfigError, match=r"'model\.other\.weight'.*TM716"):
         convert_keys({"model.other.weight": torch.zeros(1)}, parm)
 
 
@@ -248,11 +248,11 @@ def test_missing_tokenizer_or_tensor_is_refused(parm: Path, tmp_path: Path) -> N
     for file in parm.iterdir():
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match="tokenizer or processor"):
+    with pytest.raises(ConfigError, match=r"tokenizer or processor.*TM710"):
         VlmReward(weights=str(tmp_path)).load(Placement())
     shard = tmp_path / "model-00002-of-00002.safetensors"
     tensors = load_file(shard)
     tensors.popitem()
     save_file(tensors, shard)
-    with pytest.raises(ConfigError, match="lacks "):
+    with pytest.raises(ConfigError, match=r"lacks .*TM358"):
         VlmReward(weights=str(tmp_path)).load(Placement())

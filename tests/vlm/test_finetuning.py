@@ -258,14 +258,14 @@ def test_invalid_question_files_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=pattern):
             VqaFile(save_conversations(tmp_path, rows)).load(0)
-    with pytest.raises(ConfigError, match=r"toy_pairs.*preference pairs"):
+    with pytest.raises(ConfigError, match=r"toy_pairs.*preference pairs.*TM804"):
         build_judge(config("full", "data={type: toy_pairs}"), tmp_path)
 
 
 def test_config_with_objective_and_judge_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'objective'.*'judge'"):
+    with pytest.raises(ConfigError, match=r"'objective'.*'judge'.*TM051"):
         load_any_config("orm-onevision", ["objective={type: grpo}"])
-    with pytest.raises(ConfigError, match="judge"):
+    with pytest.raises(ConfigError, match=r"judge.*TM026"):
         load("orm-onevision")
 
 

@@ -140,7 +140,7 @@ def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
     if job.kind != "before":
         before = results.read_result(bench.out, job.baseline)
         if before is None:
-            raise ConfigError(f"{job.key} cannot be compared: {job.baseline} is not measured")
+            raise ConfigError(f"{job.key} cannot be compared: {job.baseline} is not measured [TM644]")
     start, cell = time.perf_counter(), bench.plan.cells[job.cell]
     trains = job.kind != "before" and (cell.search is None or cell.search.trained)
     name = job.key if job.kind == "before" else f"{job.key}-{bench.fingerprint(job)[:6]}"

@@ -97,7 +97,7 @@ class ScoreboardPlan:
         try:
             config = load(chosen.recipe, [*chosen.overrides, *overrides])
         except ConfigError as error:
-            raise ConfigError(f"cells.{cell}: {error}") from error
+            raise ConfigError(f"cells.{cell}: {error} [TM648]") from error
         problems = find_problems(config, 1)
         if problems:
             raise ConfigError("\n".join(f"cells.{cell}: {problem}" for problem in problems))
@@ -128,7 +128,9 @@ def load_plan(name: str) -> ScoreboardPlan:
     """Load a plan of the package by name, or from a YAML file."""
     known = sorted(path.stem for path in PLAN_FOLDER.glob("*.yaml"))
     if not name.endswith((".yaml", ".yml")) and name not in known:
-        raise ConfigError(f"there is no bench '{name:.60}'{suggest_name(name, known)}; a file's path ends in .yaml")
+        raise ConfigError(
+            f"there is no bench '{name:.60}'{suggest_name(name, known)}; a file's path ends in .yaml [TM649]"
+        )
     path = PLAN_FOLDER / f"{name}.yaml" if name in known else find_recipe(name, Path())
     plan: ScoreboardPlan = build_component(ScoreboardPlan, {"name": path.stem, **read_yaml_mapping(path)})
     rows: set[str] = set()  # keys: cells, and searches with their number of candidates
@@ -136,10 +138,10 @@ def load_plan(name: str) -> ScoreboardPlan:
         rows |= {f"{key}-{n}" for n in cell.search.candidates} if cell.search else {key}
     for key, cell in plan.cells.items():
         if cell.family not in plan.families:
-            raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families")
+            raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families [TM650]")
         if cell.target and cell.target.baseline and cell.target.baseline not in rows:
             baseline = cell.target.baseline
-            raise ConfigError(f"cells.{key}.target.baseline: there is no cell '{baseline:.60}'; name another")
+            raise ConfigError(f"cells.{key}.target.baseline: there is no cell '{baseline:.60}'; name another [TM651]")
     return plan
 
 
@@ -147,7 +149,7 @@ def select_cells(plan: ScoreboardPlan, names: Sequence[str]) -> tuple[str, ...]:
     """Return the named cells in the order of the plan, or all of them if no names are given."""
     for name in names:
         if name not in plan.cells:
-            raise ConfigError(f"--cells: there is no cell '{name:.60}'{suggest_name(name, list(plan.cells))}")
+            raise ConfigError(f"--cells: there is no cell '{name:.60}'{suggest_name(name, list(plan.cells))} [TM652]")
     return tuple(name for name in plan.cells if not names or name in names)
 
 

@@ -124,9 +124,11 @@ def _read_json(path: Path) -> Result:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as results ({error}); remove it and run the bench again") from error
+        raise ConfigError(
+            f"{path} cannot be read as results ({error}); remove it and run the bench again [TM653]"
+        ) from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no results; expected a file written by `tastemaker bench`")
+        raise ConfigError(f"{path} holds no results; expected a file written by `tastemaker bench` [TM654]")
     return data
 
 

@@ -51,9 +51,9 @@ def parse_seeds(text: str, option: str) -> tuple[int, ...]:
     try:
         seeds = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError as error:
-        raise ConfigError(f"{option}: found '{text:.60}'; expected whole numbers, as in 0,1,2") from error
+        raise ConfigError(f"{option}: found '{text:.60}'; expected whole numbers, as in 0,1,2 [TM655]") from error
     if any(seed < 0 for seed in seeds):
-        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers from 0")
+        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers from 0 [TM656]")
     return seeds
 
 
@@ -76,7 +76,7 @@ def run_bench(options: BenchOptions, page: Path | None, console: Console) -> Non
     if any(result["kind"] == "after" for result in results.load_results(options.bench.out)):
         write_scoreboard(options.bench.plan, options.bench.out, page, console)
     if not finished:
-        raise TrainingError("the bench is not complete; run the same command again to resume")
+        raise TrainingError("the bench is not complete; run the same command again to resume [TM657]")
 
 
 def run_jobs(options: BenchOptions, console: Console) -> bool:
@@ -117,7 +117,9 @@ def claim_directory(options: BenchOptions) -> None:
     if file.is_file():
         existing = json.loads(file.read_text(encoding="utf-8"))
         if existing != settings:
-            raise ConfigError(f"{bench.out} holds a bench of {existing}, not of {settings}; choose another --out")
+            raise ConfigError(
+                f"{bench.out} holds a bench of {existing}, not of {settings}; choose another --out [TM658]"
+            )
         return
     bench.out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings) + "\n", encoding="utf-8")

@@ -94,6 +94,7 @@ def read_dit_checkpoint(name: str, convention: str, patch_size: int) -> Tensors:
         raise ConfigError(
             f"model.weights: '{name:.200}' is in {layout}'s layout, whose network embeds time and position by "
             f"model.convention={layout}, found {convention}; set model.convention={layout}"
+            " [TM438]"
         )
     return to_native_keys(tensors, layout, patch_size, name)
 
@@ -121,7 +122,7 @@ def to_native_keys(tensors: Mapping[str, Tensor], layout: str, patch_size: int, 
             return rename_and_concat(weights, FACEBOOK_KEY_RULES)
         renamed = rename_and_concat(weights, EXPLAININGAI_KEY_RULES)
     except ValueError as error:
-        raise ConfigError(f"model.weights: '{name:.200}' is of another network: {error}") from error
+        raise ConfigError(f"model.weights: '{name:.200}' is of another network: {error} [TM439]") from error
     # Patches are flattened as rows, columns, channels there; our convolution has channels first.
     flat = renamed["enter.weight"]
     patches = flat.view(len(flat), patch_size, patch_size, -1)
@@ -140,6 +141,7 @@ def merge_block_embedders(tensors: Mapping[str, Tensor], name: str) -> Tensors:
             raise ConfigError(
                 f"model.weights: '{name:.200}' was trained in diffusers, where every block has its own embedding of "
                 f"time and class ('{key}' differs from the first); this network has one for all blocks, so name others"
+                " [TM440]"
             )
         merged[BLOCK_EMBEDDER.sub("embedder.", key)] = first
     return merged
@@ -162,6 +164,7 @@ def check_convertible(config: LatentDiTConfig) -> None:
         raise ConfigError(
             f"--layout: the network {reason}, so that no diffusers folder can hold it; leave --layout out for a "
             "file that `weights:` loads here"
+            " [TM441]"
         )
 
 

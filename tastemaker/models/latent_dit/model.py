@@ -108,6 +108,7 @@ class LatentDitBackbone(Backbone):
             raise ConfigError(
                 f"data: images are {data_width}x{data_height}, the model makes {self.pixels[3]}x{self.pixels[2]}; "
                 f"set data.image_size={self.pixels[3]}, or model.image_size"
+                " [TM442]"
             )
         return self.autoencoder.encode(pixels.flatten(0, 1)).float().view(-1, *self.shape) * self.spec.scaling_factor
 
@@ -121,11 +122,12 @@ class LatentDitBackbone(Backbone):
             raise ConfigError(
                 f"data: the latents were made by the autoencoder {latents.autoencoder:.40}, the model's is "
                 f"{self.fingerprint}; encode the images again with `tastemaker encode`, or set model.autoencoder"
+                " [TM443]"
             )
         if latents.x.shape[1:] != self.shape[1:]:
             stored, expected = (list(shape[1:]) for shape in (latents.x.shape, self.shape))
             raise ConfigError(
-                f"data: latents are {stored}, the model has {expected}; set model.image_size as they were made"
+                f"data: latents are {stored}, the model has {expected}; set model.image_size as they were made [TM444]"
             )
         self._check_scale(latents.std)
         return to_device(latents.x, self.device).float().view(-1, *self.shape) * self.spec.scaling_factor
@@ -137,8 +139,10 @@ class LatentDitBackbone(Backbone):
             return
         message = f"model.scaling_factor: the latents' deviation is {std:.4g}, times {factor:g} it is far from 1"
         if self.spec.weights in (None, TINY):
-            raise ConfigError(f"{message}, which the path expects; set model.scaling_factor={1 / std:.4g}")
-        warnings.warn(f"{message}; right only if '{self.spec.weights!s:.200}' were trained on such", stacklevel=3)
+            raise ConfigError(f"{message}, which the path expects; set model.scaling_factor={1 / std:.4g} [TM445]")
+        warnings.warn(
+            f"{message}; right only if '{self.spec.weights!s:.200}' were trained on such [TM446]", stacklevel=3
+        )
 
 
 def load_latent_dit(spec: LatentDitSpec, placement: Placement) -> LatentDiT:
@@ -192,10 +196,11 @@ class LatentDitSpec(ModelSpec):
         if self.image_size % unit:
             raise ValueError(
                 f"'image_size' is {self.image_size}; expected a multiple of downsample_factor times patch_size, {unit}"
+                " [TM447]"
             )
         if config.attention_width % config.heads or config.width % 4:
             raise ValueError(
-                f"'width' is {config.width}; expected a multiple of 4 and of 'heads', which is {config.heads}"
+                f"'width' is {config.width}; expected a multiple of 4 and of 'heads', which is {config.heads} [TM448]"
             )
         if self.conditioning == "class":
             self.class_labels()
@@ -253,6 +258,7 @@ class LatentDitSpec(ModelSpec):
             raise ConfigError(
                 f"model.conditioning is {self.conditioning}, so there is no caption to embed; "
                 "set model.conditioning=caption"
+                " [TM449]"
             )
         return build_caption_encoder(self.text_encoder, self.max_text_tokens, None, placement, self.embeddings)
 

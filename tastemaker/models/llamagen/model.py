@@ -131,11 +131,13 @@ def check_weights_size(tensors: loading.Tensors, spec: LlamagenSpec) -> loading.
         raise ConfigError(
             f"model.weights: '{spec.weights!s:.200}' have width {width} and depth {depth}, the model has "
             f"{config.width} and {config.depth}; {advice}"
+            " [TM450]"
         )
     if conditioning != spec.conditioning:
         raise ConfigError(
             f"model.weights: '{spec.weights!s:.200}' are conditioned on a {conditioning}, the model on a "
             f"{spec.conditioning}; set model.conditioning={conditioning}"
+            " [TM451]"
         )
     return tensors
 
@@ -204,6 +206,7 @@ class LlamagenSpec(TokenGridSpec):
             raise ConfigError(
                 f"model: no weights were released for variant {variant} at {size} pixels with conditioning "
                 f"{conditioning}, only {', '.join(released)}; choose one of these, or set model.weights"
+                " [TM452]"
             )
         if conditioning == "class":
             return WeightsSource(LLAMAGEN, f"c2i_{variant}_{size}.pt", DOWNLOAD_SIZES[variant], "MIT")
@@ -218,7 +221,9 @@ class LlamagenSpec(TokenGridSpec):
 
     def load_prompt_encoder(self, placement: Placement, null_embedding: Tensor | None = None) -> CachedCaptionEncoder:
         if self.conditioning == "class":
-            raise ConfigError("model: with conditioning=class there are no captions; set model.conditioning=caption")
+            raise ConfigError(
+                "model: with conditioning=class there are no captions; set model.conditioning=caption [TM453]"
+            )
         return build_caption_encoder(
             self.text_encoder, self.max_text_tokens, null_embedding, placement, self.embeddings
         )

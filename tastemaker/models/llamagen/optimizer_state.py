@@ -32,7 +32,9 @@ def read_step(folder: Path) -> int:
     file = folder / STEP_FILE
     step = file.read_text(encoding="utf-8").strip() if file.is_file() else folder.name.rpartition("-")[2]
     if not step.isdecimal():
-        raise ConfigError(f"{folder}: '{step:.60}' is no step; write the number of completed steps into {STEP_FILE}")
+        raise ConfigError(
+            f"{folder}: '{step:.60}' is no step; write the number of completed steps into {STEP_FILE} [TM454]"
+        )
     return int(step)
 
 
@@ -45,12 +47,14 @@ def read_optimizer_state(folder: Path, shapes: ParameterShapes) -> dict[str, Ten
     """The state of every parameter as `<parameter>.<state>`, with the shards of all ranks concatenated."""
     ranks = [_read_rank_state(path) for path in list_rank_files(folder, OPTIMIZER_PATTERN)]
     if not ranks:
-        raise ConfigError(f"{folder} holds no {OPTIMIZER_PATTERN}; start from its weights only, with model.weights")
+        raise ConfigError(
+            f"{folder} holds no {OPTIMIZER_PATTERN}; start from its weights only, with model.weights [TM455]"
+        )
     state: dict[str, Tensor] = {}
     for number, name in enumerate(optimizer_parameter_order(list(shapes))):
         shards = [rank[number] for rank in ranks if number in rank]
         if not shards:
-            raise ConfigError(f"{folder}: the optimizer has no state of '{name}'; it belongs to another model")
+            raise ConfigError(f"{folder}: the optimizer has no state of '{name}'; it belongs to another model [TM456]")
         state[f"{name}.step"] = torch.as_tensor(shards[0]["step"], dtype=torch.float32)
         for moment in ("exp_avg", "exp_avg_sq"):
             pieces = [shard[moment] for shard in shards]
@@ -62,7 +66,7 @@ def _read_rank_state(path: Path) -> Mapping[int, Mapping[str, Any]]:
     data = load_trainer_pickle(path)
     state = data.get("state") if isinstance(data, Mapping) else None
     if not isinstance(state, Mapping):
-        raise ConfigError(f"{path} is no optimizer state; expected the state dict of a torch optimizer")
+        raise ConfigError(f"{path} is no optimizer state; expected the state dict of a torch optimizer [TM457]")
     return state
 
 
@@ -70,7 +74,9 @@ def _join_shards(pieces: Sequence[Tensor], shape: tuple[int, ...], name: str) ->
     count = torch.Size(shape).numel()
     flat = torch.cat([piece.reshape(-1) for piece in pieces])[:count]  # hybrid sharding repeats all shards
     if len(flat) != count:
-        raise ConfigError(f"{name} has {len(flat)} moments for {count} weights; set the sizes it was trained with")
+        raise ConfigError(
+            f"{name} has {len(flat)} moments for {count} weights; set the sizes it was trained with [TM458]"
+        )
     return flat.view(shape).clone()
 
 

@@ -37,14 +37,14 @@ class BlockVaeConfig:
         for name, flags in (("down_sample", self.down_sample), ("attn_down", self.attn_down)):
             if len(flags) != blocks:
                 expected = f"expected {blocks}, one fewer than 'down_channels'"
-                raise ValueError(f"'{name}' has {len(flags)} entries; {expected}")
+                raise ValueError(f"'{name}' has {len(flags)} entries; {expected} [TM474]")
         if not self.mid_channels or {self.mid_channels[0], self.mid_channels[-1]} != {self.down_channels[-1]}:
             last = self.down_channels[-1]
-            raise ValueError(f"'mid_channels' is {list(self.mid_channels)}; expected {last} at both ends")
+            raise ValueError(f"'mid_channels' is {list(self.mid_channels)}; expected {last} at both ends [TM475]")
         odd = [width for width in (*self.down_channels, *self.mid_channels) if width % self.norm_channels]
         if odd:
             raise ValueError(
-                f"'norm_channels' is {self.norm_channels}; expected a divisor of every width, also of {odd[0]}"
+                f"'norm_channels' is {self.norm_channels}; expected a divisor of every width, also of {odd[0]} [TM476]"
             )
         pairs = zip(pairwise(self.down_channels), self.attn_down, strict=True)
         attended = [width for pair, on in pairs if on for width in pair]  # in the encoder and in the decoder
@@ -52,6 +52,7 @@ class BlockVaeConfig:
         if odd:
             raise ValueError(
                 f"'num_heads' is {self.num_heads}; expected a divisor of every width with attention, also of {odd[0]}"
+                " [TM477]"
             )
 
     @property

@@ -34,7 +34,9 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads or self.width // self.heads % 4 or self.heads % (self.kv_heads or 1):
             sizes = f"width {self.width}, heads {self.heads}, kv_heads {self.kv_heads}"
-            raise ValueError(f"found {sizes}; heads must divide width into multiples of 4, kv_heads divide heads")
+            raise ValueError(
+                f"found {sizes}; heads must divide width into multiples of 4, kv_heads divide heads [TM480]"
+            )
 
     @property
     def head_dim(self) -> int:

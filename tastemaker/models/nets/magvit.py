@@ -23,7 +23,9 @@ class MagvitStages:
     def __post_init__(self) -> None:
         if len(self.channel_multipliers) != len(self.num_res_blocks):
             levels, blocks = len(self.channel_multipliers), len(self.num_res_blocks)
-            raise ValueError(f"found {levels} multipliers and {blocks} block counts; expected one of each per level")
+            raise ValueError(
+                f"found {levels} multipliers and {blocks} block counts; expected one of each per level [TM481]"
+            )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ class MaskGITConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ValueError(f"found width {self.width} and heads {self.heads}; expected heads that divide the width")
+            raise ValueError(
+                f"found width {self.width} and heads {self.heads}; expected heads that divide the width [TM482]"
+            )
 
 
 class MaskGITBlock(nn.Module):

@@ -54,6 +54,7 @@ def check_divisible(pixels: Tensor, stride: int) -> Tensor:
         raise ConfigError(
             f"the autoencoder got images of {height}x{width} pixels, and one latent covers {stride}x{stride}; "
             f"set data.image_size to a multiple of {stride}"
+            " [TM484]"
         )
     return pixels
 
@@ -191,7 +192,9 @@ class PixelShuffleAutoencoder(AutoencoderNet):
         self.padding = channels - 3 * self.CELLS**2
         if self.padding < 0:
             required = 3 * self.CELLS**2
-            raise ValueError(f"'latent_channels' is {channels}; expected at least {required} without an autoencoder")
+            raise ValueError(
+                f"'latent_channels' is {channels}; expected at least {required} without an autoencoder [TM485]"
+            )
 
     def encode(self, pixels: Tensor) -> Tensor:
         coarse = F.avg_pool2d(pixels, self.stride // self.CELLS)

@@ -41,6 +41,7 @@ def parse_mask_strategy(strategy: str) -> list[MaskStrategyRule]:
             raise ValueError(
                 f"metadata: 'mask_strategy' has the rule '{text:.60}'; expected up to six numbers: loop (0), "
                 "reference, source start, target start, length and edit ratio, such as 0,0,0,0,1,0"
+                " [TM488]"
             )
         reference, source_start, target_start, length = (int(number) for number in numbers[1:5])
         rules.append(MaskStrategyRule(reference, source_start, target_start, length, numbers[5]))
@@ -72,7 +73,9 @@ def _read_references(image: object) -> list[Tensor]:
         return [image]
     if isinstance(image, (str, Path)):
         return [read_image(Path(path.strip())) for path in str(image).split(";")]
-    raise ValueError(f"metadata: 'image' is {type(image).__name__}; expected a path, several of them, or pixels")
+    raise ValueError(
+        f"metadata: 'image' is {type(image).__name__}; expected a path, several of them, or pixels [TM489]"
+    )
 
 
 def _apply_rules(
@@ -83,6 +86,7 @@ def _apply_rules(
             raise ValueError(
                 f"metadata: 'mask_strategy' uses reference {rule.reference}, but 'image' has {len(references)}; "
                 "references are numbered from 0"
+                " [TM490]"
             )
         source = references[rule.reference]
         start, target = (

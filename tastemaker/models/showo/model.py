@@ -182,13 +182,16 @@ class ShowoSpec(TokenGridSpec):
         self.check_image_size("downsample_factor")
         if self.eos_token_id >= self.text_vocab_size:
             vocab = self.text_vocab_size
-            raise ValueError(f"'eos_token_id' is {self.eos_token_id}; expected less than 'text_vocab_size', {vocab}")
+            raise ValueError(
+                f"'eos_token_id' is {self.eos_token_id}; expected less than 'text_vocab_size', {vocab} [TM529]"
+            )
         stride = self.autoencoder_config().stride
         power_of_two = self.codebook_size & (self.codebook_size - 1) == 0
         if self.autoencoder is not None and (not power_of_two or stride != self.downsample_factor):
             raise ValueError(
                 f"'codebook_size' is {self.codebook_size} and 'downsample_factor' {self.downsample_factor}; expected "
                 f"a power of two, and {stride}, because the autoencoder has {len(self.encoder_levels)} levels"
+                " [TM530]"
             )
 
     def network_config(self) -> ShowoConfig:

@@ -24,9 +24,11 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} has no readable config.json; expected a folder in the Hub's layout") from error
+        raise ConfigError(
+            f"{path} has no readable config.json; expected a folder in the Hub's layout [TM355]"
+        ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}/config.json holds a {type(config).__name__}; expected settings by name")
+        raise ConfigError(f"{path}/config.json holds a {type(config).__name__}; expected settings by name [TM356]")
     return config
 
 
@@ -41,10 +43,14 @@ def load_network(
                 None, config=config, state_dict=state, dtype=placement.dtype, output_loading_info=True
             )
         except RuntimeError as error:  # tensors of other shapes
-            raise ConfigError(f"the tensors of {path} do not fit its config.json; fetch the folder again") from error
+            raise ConfigError(
+                f"the tensors of {path} do not fit its config.json; fetch the folder again [TM357]"
+            ) from error
     missing = sorted(map(str, info["missing_keys"]))
     if missing:
-        raise ConfigError(f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; fetch the folder again")
+        raise ConfigError(
+            f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; fetch the folder again [TM358]"
+        )
     return freeze_network(net, placement)
 
 

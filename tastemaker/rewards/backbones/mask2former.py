@@ -50,6 +50,7 @@ class PublishedFile:
             raise ConfigError(
                 f"the weights '{self.name}' are not here; expected a local path, or {self.url} ({self.size}, "
                 f"{self.license}), which `tastemaker download geneval` fetches"
+                " [TM359]"
             )
         return self.path
 
@@ -59,7 +60,7 @@ class PublishedFile:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if not digest.startswith(self.sha256_prefix):
             expected = f"that of {self.name} begins with {self.sha256_prefix}"
-            raise ConfigError(f"{path} has the SHA-256 {digest[:12]}..., but {expected}; fetch it again")
+            raise ConfigError(f"{path} has the SHA-256 {digest[:12]}..., but {expected}; fetch it again [TM360]")
         return path
 
 
@@ -216,7 +217,9 @@ def load_mask2former(weights: str, placement: Placement) -> Mask2FormerDetector:
     net = load_mmdet(state, path, placement) if mmdet else _load_from_hub(state, path, placement)
     num_classes = net.model.config.num_labels
     if num_classes != len(CLASSES):
-        raise ConfigError(f"{path} knows {num_classes} classes; GenEval needs a detector of COCO's {len(CLASSES)}")
+        raise ConfigError(
+            f"{path} knows {num_classes} classes; GenEval needs a detector of COCO's {len(CLASSES)} [TM361]"
+        )
     return Mask2FormerDetector(net, f"{'mmdet' if mmdet else 'transformers'}: {path.name}")
 
 
@@ -234,7 +237,7 @@ def _load_from_hub(state: dict[str, Tensor], path: Path, placement: Placement) -
     model_type = read_config(folder).get("model_type")
     if model_type != "mask2former" or f"{CLASS_HEAD}weight" not in state:
         expected = "mmdet's Mask2Former file, or the folder of a mask2former"
-        raise ConfigError(f"{path} is of the type {model_type!s:.40}; expected {expected}")
+        raise ConfigError(f"{path} is of the type {model_type!s:.40}; expected {expected} [TM362]")
     return _load_network(Mask2FormerConfig.from_pretrained(folder, local_files_only=True), state, path, placement)
 
 

@@ -89,7 +89,9 @@ def convert_keys(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
             continue  # transformers computes them
         target = next((match.expand(to) for match, to in _matches(key)), None)
         if target is None:
-            raise ConfigError(f"{name} holds '{key:.100}', which is no part of mmdet's Mask2Former; name another file")
+            raise ConfigError(
+                f"{name} holds '{key:.100}', which is no part of mmdet's Mask2Former; name another file [TM363]"
+            )
         if "{}" in target:
             converted |= {target.format(part): x for part, x in zip("qkv", tensor.chunk(3), strict=True)}
         else:

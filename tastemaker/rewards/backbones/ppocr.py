@@ -135,13 +135,15 @@ def load_ppocr_recognizer(path: Path) -> tuple[PPOCRRecognizer, list[str]]:
     """The frozen network of rapidocr's ONNX file, and its characters: classes 1, 2, ...; one more is the space."""
     file = read_onnx(path)
     if "character" not in file.metadata:
-        raise ConfigError(f"{path} does not list the characters it knows; expected a recognizer of PaddleOCR")
+        raise ConfigError(f"{path} does not list the characters it knows; expected a recognizer of PaddleOCR [TM368]")
     net = PPOCRRecognizer(len(file.weights[-1]))
     linear = {f"{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     state = net.state_dict()
     sizes = [(x.T if name in linear else x).numel() for name, x in state.items()]
     if sizes != [x.numel() for x in file.weights]:
-        raise ConfigError(f"{path} holds another network than PP-OCRv6's small recognizer; install rapidocr==3.10.*")
+        raise ConfigError(
+            f"{path} holds another network than PP-OCRv6's small recognizer; install rapidocr==3.10.* [TM369]"
+        )
     for (name, parameter), x in zip(state.items(), file.weights, strict=True):
         parameter.copy_(x.T if name in linear else x.view(parameter.shape))
     return net.eval().requires_grad_(False), file.metadata["character"].split("\n")
@@ -166,7 +168,7 @@ def read_onnx(path: Path) -> OnnxWeights:
         weights = [tensors[name] for name in used if name in tensors and tensors[name].numel() > 1]
         return OnnxWeights(weights, {text(x, 1): text(x, 2) for x in messages(model, 14)})
     except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise ConfigError(f"{path} cannot be read as an ONNX file ({error}); install rapidocr again") from error
+        raise ConfigError(f"{path} cannot be read as an ONNX file ({error}); install rapidocr again [TM370]") from error
 
 
 def read_fields(data: memoryview) -> Fields:

@@ -19,7 +19,7 @@ class TensorBoardLogger:
             self._open = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError as error:
             advice = "install it with 'pip install tensorboard', or remove it from the list"
-            raise ConfigError(f"loggers: the package tensorboard is missing ({error}); {advice}") from error
+            raise ConfigError(f"loggers: the package tensorboard is missing ({error}); {advice} [TM275]") from error
         self._writer: Any = None
 
     def log(self, event: Event) -> None:

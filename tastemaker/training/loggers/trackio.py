@@ -20,7 +20,7 @@ class TrackioLogger:
             self._trackio = importlib.import_module("trackio")
         except ImportError as error:
             advice = "install it with 'pip install trackio', or remove it from the list"
-            raise ConfigError(f"loggers: the package trackio is missing ({error}); {advice}") from error
+            raise ConfigError(f"loggers: the package trackio is missing ({error}); {advice} [TM276]") from error
         self._project, self._config = project, dict(config or {})
         self._started = False
 
