@@ -146,11 +146,9 @@ def test_linked_files_exist() -> None:
 
 def find_mistakes(line: str, local_files: set[str]) -> Iterator[str]:
     """The mistakes in one command line: an unknown recipe, command, option, make target or setting."""
-    if (match := re.search(r"\btastemaker (train|check|doctor) ([\w./-]+)", line)) and match[2] not in {
-        *list_recipes(),
-        *local_files,
-    }:
-        yield f"no recipe {match[2]}"
+    match = re.search(r"\btastemaker (?:train|check|doctor) (?:runs/)?([\w./-]+)", line)
+    if match and match[1] not in {*list_recipes(), *local_files}:
+        yield f"no recipe {match[1]}"
     if (match := re.search(r"\btastemaker plan ([\w-]+)", line)) and match[1] in UNPLANNED:
         yield f"plan refuses the small model of {match[1]}"
     if match := re.search(r"\btastemaker ([a-z-]+)(.*)", line):

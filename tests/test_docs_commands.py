@@ -26,13 +26,11 @@ PAGES = [
     "migrate-ddpo.md",
     "migrate-flow-grpo.md",
     "own-prompts.md",
-    "verification.md",
 ]
 SMALL_RUN = ("sample.every=0", "guard.every=0", "--device", "cpu")
 SMALL_BATCH = ("batch.prompts=2", "batch.minibatches=1", "engine.compile=false")
 # What is appended to a command so that it takes seconds and needs no weights.
 ADDITIONS: dict[str, tuple[str, ...]] = {
-    "bench": ("--minutes", "0", "--device", "cpu"),
     "demo": ("--steps", "2", "--num-prompts", "6", "--device", "cpu"),
     "download": ("--list",),
     "embed": ("--tiny", "--device", "cpu"),
@@ -48,8 +46,8 @@ SMALL_RECIPES = {  # where the published numbers take long, even with tiny netwo
     "grpo-playground-flow": ("objective.group_size=2",),
 }
 REWARDS_WITHOUT_WEIGHTS = {"hps": "brightness", "aesthetic": "jpeg"}
-# Plans trace networks of billions of weights, and the doctor starts ranks: tests of their own run them.
-NOT_RUN = re.compile(r"pip |make |tastemaker (plan|doctor) ")
+# Plans trace networks of billions of weights, and doctor and bench start processes: tests of their own run them.
+NOT_RUN = re.compile(r"pip |make |tastemaker (plan|doctor|bench) ")
 
 
 def make_tiny(line: str, steps: int) -> list[str]:
