@@ -105,8 +105,9 @@ def run_script(
 
 
 def test_library_examples_run_in_order(tmp_path: Path, run_script: Callable[[Path], list[str]]) -> None:
-    first, loop, resume, inspect, small = write_named_blocks(ROOT / "docs/library.md", tmp_path)
+    first, pictures, loop, resume, inspect, small = write_named_blocks(ROOT / "docs/library.md", tmp_path)
     assert re.fullmatch(r"reward [\d.]+, 2 images", run_script(first)[-1])
+    assert "color" in run_script(pictures)[-1] and (tmp_path / "before-after.png").is_file()
     assert len(run_script(loop)) == 20
     assert run_script(resume) == ["resumed at step 20, ended at step 30"]
     assert "color" in run_script(inspect)[0]
@@ -123,7 +124,7 @@ def test_readme_example_runs(tmp_path: Path, run_script: Callable[[Path], list[s
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
-    _, loop, *_ = write_named_blocks(ROOT / "docs/library.md", tmp_path)
+    _, _, loop, *_ = write_named_blocks(ROOT / "docs/library.md", tmp_path)
     single_process_output = run_python([loop.name], tmp_path)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", loop.name]
     (tmp_path / "two").mkdir()

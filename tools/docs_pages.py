@@ -547,6 +547,7 @@ API_PAGES = {
             ".processes.masked",
         ),
     ),
+    "display": ("Look at samples", (".report.display", ".report.figure")),
     "objective": ("The objective contract", (".core.objective", ".core.randomness")),
     "reward": ("The reward contract", (".core.reward",)),
     "types": ("Data types", (".core.types",)),
@@ -660,6 +661,8 @@ def adapt_links(text: str, source: str, target: str, repo_url: str | None) -> st
         if not path or re.match(r"[a-z]+:", link) or link.startswith("/"):
             return link
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if place.startswith("notebooks/") and place.endswith(".ipynb"):  # a page of notebook_pages.py
+            place = f"docs/{place.removesuffix('.ipynb')}.md"
         page = INCLUDED.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
         if page is None and (component := component_sources().get(place)):
             page, _, fragment = component.partition("#")
