@@ -30,6 +30,7 @@ from .config.schema import (
     ValidationConfig,
 )
 from .config.validate import build_component
+from .console import message_console
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
 from .core.model_spec import ModelSpec
 from .core.registry import ConfigError
@@ -43,7 +44,6 @@ from .search.generation import METADATA_FILE, GenerationOptions, choose_prompts,
 from .search.settings import build_sampler, build_search, evaluate_curve, is_curve_requested, search_name
 from .training import run_directory
 from .training.events import Event, StepCompleted
-from .training.loggers.notebook import in_notebook
 from .training.precision import select_device
 from .training.trainer import (
     AnyRun,
@@ -135,7 +135,7 @@ def train(
         if on_event is not None:
             on_event(event)
 
-    console = console or make_console()
+    console = console or message_console()
     if isinstance(run_or_config, AnyRun):
         if resume or init_from or tiny or rewards:
             raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run [TM772]")
@@ -188,7 +188,7 @@ def evaluate(
     geneval = parse_detector(detector, self_test=self_test)
     config, checkpoint = resolve_source(str(model), overrides, tiny=tiny)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
-    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or make_console()
+    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or message_console()
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
@@ -250,14 +250,9 @@ def generate(
         video_format,
         fps,
     )
-    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or make_console())
+    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or message_console())
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
     return [folder / row["file"] for row in rows]
-
-
-def make_console() -> Console:
-    """Return a console for messages: stderr, or plain text below the cell in a notebook."""
-    return Console(force_jupyter=False, force_terminal=False, width=120) if in_notebook() else Console(stderr=True)
 
 
 def list_models() -> list[str]:
@@ -337,7 +332,7 @@ class VAETrainer:
         try:
             if latest is not None:
                 run.resume(latest)
-            with open_loggers(run, config, console or make_console()) as loggers:
+            with open_loggers(run, config, console or message_console()) as loggers:
                 for event in training_events(run):
                     loggers.log(event)
                     metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics

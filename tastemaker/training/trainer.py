@@ -17,6 +17,7 @@ from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
 from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
+from ..console import in_notebook
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
@@ -29,7 +30,7 @@ from .events import Event, TrainingFinished
 from .loggers.html_report import HtmlReportLogger
 from .loggers.jsonl import JsonlLogger
 from .loggers.logger import Logger, LoggerCollection
-from .loggers.notebook import NotebookProgressLogger, in_notebook
+from .loggers.notebook import NotebookProgressLogger
 from .loggers.progress import ProgressLogger
 from .loggers.sample_grids import SampleGridLogger
 from .loop import train
