@@ -194,8 +194,8 @@ def test_page_describes_measurements_and_missed_targets(playground: ScoreboardPl
     text = format_section(rows, synthetic_results(), "scoreboard")
     assert "synthetic" in text and "240 prompts" in text
     assert f"- grpo-flow: {missed_target(rows, 'grpo-flow')}" in text
-    assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking: synthetic" in text
-    widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
+    assert "| reward-gradient-flow16-lenient | 150 | probable reward hacking: synthetic |" in text
+    widths = {row.count("|") for row in text.split("Warnings of the guard")[0].splitlines() if row.startswith("|")}
     assert len(widths) == 1
 
 
