@@ -282,10 +282,10 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["geneval"], "nothing to evaluate"),
+        (["geneval"], "TM592"),
         (["geneval", "--images", "nowhere", "--tiny"], "nowhere"),
-        (["playeval", "--images", "nowhere"], "only geneval"),
-        (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "only geneval"),
+        (["playeval", "--images", "nowhere"], "geneval only"),
+        (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "geneval only"),
         (["geneval", "--model", "grpo-toy-flow", "--model", "nosuch"], "nosuch"),
     ],
 )
