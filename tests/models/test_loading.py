@@ -266,7 +266,7 @@ def test_training_starts_from_a_published_tokenizer(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_another_network_is_refused_as_tokenizer(weights: Tensors, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer of LlamaGen.*TM437"):
+    with pytest.raises(ConfigError, match=r"not a tokenizer of LlamaGen.*TM437"):
         load_image_tokenizer(str(save_pickle(weights, tmp_path / "gpt.pt")), 128, 8, 16, Placement())
 
 
