@@ -84,7 +84,7 @@ def warn_small_lora_updates(config: AnyConfig) -> list[str]:
     if lr >= MIN_LORA_LR and lr * updates >= MIN_LORA_CHANGE:
         return []
     needed = max(updates, math.ceil(MIN_LORA_CHANGE / LORA_LR))
-    advice = f"set optim.lr to a value from {LORA_LR:g} to 3e-4" + (
+    advice = f"set optim.lr={LORA_LR:g} (at most 3e-4)" + (
         f" and train for at least {needed} updates" if needed > updates else ""
     )
     return [

@@ -141,10 +141,10 @@ def assign_state_dict(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torc
     own = net.state_dict()
     missing, unknown = [key for key in own if key not in tensors], [key for key in tensors if key not in own]
     if missing or unknown:
-        reasons = [f"{abbreviate_keys(missing)} is missing"] if missing else []
-        reasons += [f"{abbreviate_keys(unknown)} is unexpected"] if unknown else []
+        reasons = [f"missing {abbreviate_keys(missing)}"] if missing else []
+        reasons += [f"unexpected {abbreviate_keys(unknown)}"] if unknown else []
         raise ConfigError(
-            f"the weights '{name:.200}' belong to another network: {' and '.join(reasons)}; use other "
+            f"the weights '{name:.200}' belong to another network: {', '.join(reasons)}; use other "
             f"weights{_run_advice(name)} [TM462]"
         )
     for key, x in own.items():
@@ -188,8 +188,8 @@ def check_token_count(ids: Tensor, pixels: Tensor, shape: tuple[int, ...], size:
     if ids.shape[1:] != shape:
         height, width = pixels.shape[-2:]
         raise ConfigError(
-            f"data.image_size: images of {height}x{width} pixels have {ids.shape[1]} tokens, but the model has "
-            f"{shape[0]}; set data.image_size={size} [TM464]"
+            f"images of {height}x{width} pixels have {ids.shape[1]} tokens, but the model has {shape[0]}; set "
+            f"data.image_size={size} [TM464]"
         )
     return ids
 

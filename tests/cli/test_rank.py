@@ -196,7 +196,7 @@ def test_benchmark_prompts_are_excluded_by_name_or_file(capsys: pytest.CaptureFi
 
 def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for more, fragment in (
-        (["--previews", "0.2,high"], "--previews: found '0.2,high'"),
+        (["--previews", "0.2,high"], "got '0.2,high'"),
         (["--previews", "1.5"], "expected numbers above 0 and below 1"),
         (["--labeler", "colour"], "colour"),
         (["--weights", "ema"], "--weights:"),

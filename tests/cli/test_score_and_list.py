@@ -132,7 +132,7 @@ def test_missing_image_is_reported(capsys: Any) -> None:
         ("{}\n", "prompts.jsonl", "line 1: 'file'"),
         ("file,prompt\na\n", "prompts.csv", "line 2: expected 2 columns"),
         ("x", "prompts.txt", "expected a .jsonl or .csv"),
-        ('{"file": "other.png", "prompt": "a"}', "prompts.jsonl", "row for made/one.png"),
+        ('{"file": "other.png", "prompt": "a"}', "prompts.jsonl", "row matches made/one.png"),
     ],
 )
 def test_invalid_prompt_file_is_refused(content: str, name: str, fragment: str, capsys: Any) -> None:
