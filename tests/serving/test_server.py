@@ -199,7 +199,7 @@ def test_token_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/score", JSON, b'{"images": ["aGk="], "prompts": ["a"]}', 400, "image 0 cannot be read"),
         ("/score", "text/plain", b"{}", 400, "got 'text/plain'"),
         ("/score", "application/octet-stream", b"\x80\x04.", 400, "content type"),
-        ("/scores", JSON, b"{}", 404, "expected /score"),
+        ("/scores", JSON, b"{}", 404, "POST to /score"),
         ("/score", JSON, b"x" * 3000, 413, "limit is 2000"),
     ],
 )

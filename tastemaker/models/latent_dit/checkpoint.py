@@ -152,7 +152,7 @@ def check_convertible(config: LatentDiTConfig) -> None:
     """Refuse a network that diffusers' DiT would compute differently."""
     reason = None
     if config.max_text_tokens:
-        reason = "is conditioned on text, but diffusers' DiT on classes only"
+        reason = "is conditioned on words, but diffusers' DiT on classes only"
     elif config.convention.rows_first or config.convention.sine_first:
         reason = "embeds time and position as explainingai's trainer does, but diffusers' DiT does it differently"
     elif config.timestep_embed_dim != DIFFUSERS_EMBEDDING_SIZE:
