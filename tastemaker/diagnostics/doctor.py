@@ -56,6 +56,11 @@ def skip_check(name: str, reason: str) -> CheckResult:
     return CheckResult(name, "-", "skip", reason)
 
 
+def count_checks() -> int:
+    """The number of results of `run_doctor`."""
+    return len(CHECKS) + 1  # two ranks
+
+
 def run_doctor(config: RunConfig, *, tiny: bool = False) -> Iterator[CheckResult]:
     """Run all checks on a configuration and yield their results."""
     config = make_tiny(config) if tiny else config
