@@ -191,7 +191,7 @@ def load(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
     try:
         extra = _restore(path, engine, weights)
     except DamagedCheckpointError as error:
-        problem = f"{error}; {suggest_fallback(path)} [TM839]"
+        problem = f"{error}; {suggest_fallback(path)} [TM841]"
     except CheckpointError as error:
         problem = str(error)
     problems = engine.comm.gather_objects([problem] if problem else [])
