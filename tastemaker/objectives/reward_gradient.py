@@ -59,14 +59,18 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         validate_frames(self.frames)
         if self.gradient_mode == "steps" and not self.steps:
             raise ValueError(
-                "'steps' is empty; expected the steps to train at, because 'gradient_mode' is steps [TM314]"
+                "'steps' is empty; list the steps to train at, or set 'gradient_mode' to another value than "
+                "steps [TM314]"
             )
         from_first = self.from_step >= 0 and min(self.steps, default=0) >= 0
         require_settings(self, "from_step steps", from_first, "steps from 0, the noisiest")
         positive = min(self.last_steps, self.num_renoise) >= 1 and self.start_step_std > 0
         require_settings(self, "last_steps num_renoise start_step_std", positive, "all of them above 0")
         if not 0 <= self.step_range[0] <= self.step_range[1]:
-            raise ValueError(f"'step_range' is {list(self.step_range)}; expected two steps from low to high [TM315]")
+            raise ValueError(
+                f"'step_range': expected two steps in increasing order, from 0, got {list(self.step_range)}; write "
+                "for example step_range: [0, 4] [TM315]"
+            )
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> RewardGradientBatch:
         cond = ctx.policy.embed(batch.prompts, batch.metadata)
@@ -94,8 +98,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         last = max(self.steps) if self.gradient_mode == "steps" else high
         if last >= num_steps:
             raise ValueError(
-                f"reward_gradient uses step {last} of a sampler with {num_steps} steps; choose one below {num_steps}"
-                " [TM316]"
+                f"reward_gradient uses step {last} of a sampler with {num_steps} steps; choose a step below "
+                f"{num_steps}, or raise process.num_steps [TM316]"
             )
         return low + int(rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw) * (high - low + 1))
 

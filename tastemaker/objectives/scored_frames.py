@@ -24,7 +24,7 @@ def validate_frames(frames: Frames) -> None:
     if frames == () or min(frame_indices(frames), default=0) < 0:
         value = list(frames) if isinstance(frames, tuple) else frames
         raise ValueError(
-            f"'frames' is {value}; expected frames from 0, or the word random, which VADER writes as -1 [TM317]"
+            f"'frames' is {value}; expected frame indices of at least 0, or random (VADER writes random as -1) [TM317]"
         )
 
 
@@ -32,7 +32,9 @@ def select_frames(frames: Frames, count: int) -> list[int] | None:
     """Indices of the frames of a video with `count` frames; None for all frames and for `random`."""
     indices = frame_indices(frames)
     if max(indices, default=0) >= count:
-        raise ValueError(f"'frames' has frame {max(indices)} of a video of {count}; choose one below {count} [TM318]")
+        raise ValueError(
+            f"'frames' has frame {max(indices)} of a video of {count} frames; choose indices below {count} [TM318]"
+        )
     if indices:
         return list(dict.fromkeys(indices))
     named = {

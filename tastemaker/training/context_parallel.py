@@ -38,9 +38,8 @@ def split_data_parallel(
         return comm, None
     if comm.world_size % size:
         raise TrainingError(
-            f"engine.context_parallel is {size}, which does not divide the {comm.world_size} ranks of this run; "
-            f"start a multiple of {size} ranks or change engine.context_parallel"
-            " [TM265]"
+            f"engine.context_parallel: {size} does not divide the {comm.world_size} ranks of this run; start a "
+            f"multiple of {size} ranks, or change engine.context_parallel [TM265]"
         )
     groups = comm.world_size // size
     # diffusers looks for the dimensions "ring" and "ulysses".
@@ -80,9 +79,8 @@ def find_plans(net: nn.Module, count: int) -> list[tuple[nn.Module, Plan]]:
     transformers = [module for module in net.modules() if getattr(module, "_cp_plan", None)]
     if not transformers:
         raise TrainingError(
-            f"engine.context_parallel is {count}, but {type(net).__name__} does not support context parallelism; "
-            "set engine.context_parallel to 1"
-            " [TM266]"
+            f"engine.context_parallel: {type(net).__name__} does not support context parallelism, got {count}; "
+            "set engine.context_parallel=1 [TM266]"
         )
     return [(transformer, _trainable_plan(transformer)) for transformer in transformers]
 
@@ -112,9 +110,8 @@ def _prepare_call(
     count, heads = parallel.ulysses_degree, net.config.get("num_attention_heads", parallel.ulysses_degree)
     if heads % count:
         raise TrainingError(
-            f"engine.context_parallel is {count}, which does not divide the {heads} attention heads of "
-            f"{type(net).__name__}; choose a divisor of {heads}"
-            " [TM267]"
+            f"engine.context_parallel: {count} does not divide the {heads} attention heads of {type(net).__name__}; "
+            f"choose a divisor of {heads} [TM267]"
         )
     splits_text = any(isinstance(entries, dict) and "encoder_hidden_states" in entries for entries in plan.values())
     padding = -named["encoder_hidden_states"].shape[1] % count if splits_text else 0

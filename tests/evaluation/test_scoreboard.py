@@ -253,7 +253,7 @@ def test_summary_from_merged_results(tmp_path: Path) -> None:
 def test_summary_of_no_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", "--summary", str(tmp_path)])
-    assert exit_info.value.code == 2 and "run the bench first" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "TM645" in capsys.readouterr().err
 
 
 def test_number_formats() -> None:
