@@ -5,6 +5,7 @@ Each rule is a function that returns a message, or None if the rule holds.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -203,11 +204,11 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
     ranks = data_parallel_size(config, world_size)
     if prompts % ranks:
         return f"batch.prompts: {prompts} is not divisible by {ranks} ranks; choose a multiple of {ranks} [TM793]"
-    if prompts // ranks % minibatches:
-        advice = f"choose batch.prompts as a multiple of {ranks * minibatches}"
-        return (
-            f"batch.minibatches: {prompts // ranks} prompts per rank do not divide by {minibatches}; {advice} [TM794]"
-        )
+    per_prompt = config.objective.experience_per_prompt()
+    if prompts // ranks * per_prompt % minibatches:
+        advice = f"choose batch.prompts as a multiple of {ranks * minibatches // math.gcd(minibatches, per_prompt)}"
+        samples = f"{prompts // ranks} prompts" + (f" with {per_prompt} samples each" if per_prompt > 1 else "")
+        return f"batch.minibatches: {samples} per rank do not divide by {minibatches}; {advice} [TM794]"
     return None
 
 
