@@ -23,6 +23,7 @@ from ..core.trainable_text_encoder import wrap_trainable_text_encoder
 from ..core.types import Placement
 from ..core.weights import NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
+from ..data.images import ClassImages, ImageCollection
 from ..data.prompts import InlinePrompts
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
@@ -149,6 +150,22 @@ def build_policy(config: RunConfig, placement: Placement, init_from: Path | None
         config.process,
         weights,
     )
+
+
+def adopt_class_names(config: AnyConfig) -> AnyConfig:
+    """Let a class-conditional model name its classes as the data set does, where it does not know these names."""
+    if not isinstance(config, RunConfig) or not isinstance(config.data, ClassImages | ImageCollection):
+        return config
+    names = config.data.class_prompts()
+    model = config.model.with_class_names(names)
+    if model == config.model:
+        return config
+    warnings.warn(
+        f"model.class_names: the data names its {len(names)} classes itself, from '{names[0]:.40}' to "
+        f"'{names[-1]:.40}'; class ids of the model are labels of the data [TM862]",
+        stacklevel=2,
+    )
+    return replace(config, model=model)
 
 
 def build_rubric(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:

@@ -19,6 +19,7 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
 from ..data.toy import ToyImages, ToyPairs
+from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient, is_single_frame
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
@@ -212,6 +213,22 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
+    objective, shape = config.objective, config.model.shape
+    if not isinstance(objective, GRPO) or not (objective.critical_tokens or objective.confidence_clip):
+        return None
+    if not isinstance(config.process, AutoregressiveProcess):
+        key = "critical_tokens" if objective.critical_tokens else "confidence_clip"
+        return f"objective.{key}: only autoregressive models have tokens in an order; leave it out [TM864]"
+    if objective.critical_tokens and (math.isqrt(shape[0]) ** 2 != shape[0] or objective.critical_tokens * shape[0] < 1):
+        return (
+            f"objective.critical_tokens: {objective.critical_tokens} of {shape[0]} tokens; expected at least one token "
+            f"of a square grid; set it to 1/{shape[0]} or more, or leave it out"
+            " [TM865]"
+        )
+    return None
+
+
 def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
     replicas = config.engine.hsdp_replicas
     if config.engine.strategy != "hsdp" or world_size % replicas == 0:
@@ -346,6 +363,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
+    check_critical_tokens,
     check_sample_size,
     check_sample_steps,
     check_sample_weights,
@@ -357,6 +375,7 @@ TRAINING_RULES = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
+    check_critical_tokens,
 )
 AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...] = (
     check_autoencoder_data,

@@ -105,6 +105,7 @@ REWARDS = Registry(
         "hps": "tastemaker.rewards.hps:HpsReward",
         "pickscore": "tastemaker.rewards.pickscore:PickScoreReward",
         "clip": "tastemaker.rewards.clip:ClipReward",
+        "clip_iqa": "tastemaker.rewards.clip_iqa:ClipIqaReward",
         "imagereward": "tastemaker.rewards.imagereward:ImageReward",
         "stillness": "tastemaker.rewards.motion:StillnessReward",
         "dynamics": "tastemaker.rewards.motion:DynamicsReward",

@@ -134,7 +134,7 @@ class Backbone(TrainableModel, ABC):
 
     def token_embeddings(self, ids: Tensor) -> Tensor:
         """Codebook vectors of tokens [B, K]: [B, K, C]."""
-        raise ConfigError(f"objective.latent_reward_weight: {NO_CODEBOOK} [TM097]")
+        raise ConfigError(f"objective: {NO_CODEBOOK} and objective.critical_tokens=0 [TM097]")
 
     def encode_continuous(self, pixels: Tensor) -> Tensor:
         """Encoder output of images [B, F, 3, H, W] before quantization: [B, K, C]."""
