@@ -21,7 +21,9 @@ def export(
     layout: Annotated[
         Literal["diffusers", "comfyui", "authors", "llamagen"] | None, typer.Option(help="Layout of another library.")
     ] = None,
-    dtype: Annotated[Precision, typer.Option(help="Dtype, with --layout.")] = "bf16",
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Dtype, with --layout; default: fp32 for llamagen, bf16 for others.")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the LoRA into the weights.")] = False,
     network_only: Annotated[
         bool, typer.Option("--network-only", help="For diffusers: only the trained network.")
@@ -36,7 +38,7 @@ def export(
     output_paths.check_output_directory(out.parent)
     if layout is None:
         return weights_file.export_weights(run, out, weights, bits, stderr_console())
-    torch_dtype = generator.DTYPES[dtype]
+    torch_dtype = generator.DTYPES[dtype or ("fp32" if layout == "llamagen" else "bf16")]
     if layout == "llamagen":
         options = llamagen.LlamagenExport(run, out, weights, torch_dtype, fsdp_shards)
         return llamagen.export_llamagen(options, stderr_console())

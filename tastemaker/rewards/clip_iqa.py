@@ -18,9 +18,9 @@ Attribute = Literal[
     "brightness",
     "contrast",
     "colorfulness",
-    "naturalness",
-    "realness",
-    "beauty",
+    "natural",
+    "real",
+    "beautiful",
 ]
 # The better one first.
 OPPOSITES: dict[Attribute, tuple[str, str]] = {
@@ -30,9 +30,9 @@ OPPOSITES: dict[Attribute, tuple[str, str]] = {
     "brightness": ("Bright photo.", "Dark photo."),
     "contrast": ("High contrast photo.", "Low contrast photo."),
     "colorfulness": ("Colorful photo.", "Dull photo."),
-    "naturalness": ("Natural photo.", "Synthetic photo."),
-    "realness": ("Real photo.", "Abstract photo."),
-    "beauty": ("Beautiful photo.", "Ugly photo."),
+    "natural": ("Natural photo.", "Synthetic photo."),
+    "real": ("Real photo.", "Abstract photo."),
+    "beautiful": ("Beautiful photo.", "Ugly photo."),
 }
 
 
