@@ -220,7 +220,9 @@ def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
     if not isinstance(config.process, AutoregressiveProcess):
         key = "critical_tokens" if objective.critical_tokens else "confidence_clip"
         return f"objective.{key}: only autoregressive models have tokens in an order; leave it out [TM864]"
-    if objective.critical_tokens and (math.isqrt(shape[0]) ** 2 != shape[0] or objective.critical_tokens * shape[0] < 1):
+    if objective.critical_tokens and (
+        math.isqrt(shape[0]) ** 2 != shape[0] or objective.critical_tokens * shape[0] < 1
+    ):
         return (
             f"objective.critical_tokens: {objective.critical_tokens} of {shape[0]} tokens; expected at least one token "
             f"of a square grid; set it to 1/{shape[0]} or more, or leave it out"

@@ -122,6 +122,7 @@ REWARDS = Registry(
         "playground_content": "tastemaker.rewards.playground:PlaygroundContentReward",
         "relative": "tastemaker.rewards.wrappers:RelativeReward",
         "clipped": "tastemaker.rewards.wrappers:ClippedReward",
+        "stepped": "tastemaker.rewards.wrappers:SteppedReward",
         "per_frame": "tastemaker.rewards.wrappers:PerFrameReward",
         "shuffled": "tastemaker.rewards.wrappers:ShuffledReward",
         "cached": "tastemaker.rewards.cached:CachedReward",

@@ -66,13 +66,13 @@ def entropy_gradient(entropy: Tensor) -> Tensor:
 
 def group_similarity(embeddings: Tensor, group_size: int) -> Tensor:
     """Mean cosine between the tokens of all pairs of samples of a group, by position: [B, K] of [B, K, C]."""
-    unit = F.normalize(embeddings.float(), dim=-1).unflatten(0, (-1, group_size))  # [groups, G, K, C]
+    unit = F.normalize(embeddings.float(), dim=-1).reshape(-1, group_size, *embeddings.shape[1:])  # [groups, G, K, C]
     # The squared norm of the sum is the sum of all cosines, of each vector with itself too.
     pairs = unit.sum(1).square().sum(-1) - unit.square().sum((1, 3))
     return (pairs / (group_size * (group_size - 1))).repeat_interleave(group_size, 0)
 
 
 def confidence_weights(log_prob: Tensor, reference_log_prob: Tensor, clip: float) -> Tensor:
-    """Weights of advantages: means of exp(clip(log policy / reference)) over all tokens so far, without gradient: [B, K]."""
+    """Weights of advantages: means of exp(clip(log policy / reference)) over the tokens so far: [B, K], no gradient."""
     ratio = (log_prob - reference_log_prob).detach().clamp(-clip, clip).exp()
     return ratio.cumsum(1) / torch.arange(1, ratio.shape[1] + 1, device=ratio.device)

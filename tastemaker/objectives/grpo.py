@@ -36,8 +36,8 @@ from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
 class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     """GRPO with PPO's clipped ratio and a KL penalty to the reference policy.
 
-    Flow-GRPO, DanceGRPO and MixGRPO are this objective on a Gaussian process with their dynamics and SDE window. GCPO is
-    this objective on an autoregressive model with `critical_tokens` and `confidence_clip`.
+    Flow-GRPO, DanceGRPO and MixGRPO are this objective on a Gaussian process with their dynamics and SDE window. GCPO
+    is this objective on an autoregressive model with `critical_tokens` and `confidence_clip`.
     """
 
     group_size: int = 8
@@ -53,9 +53,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     advantage_eps: float = 1e-4  # added to standard deviations
     tracker_size: int = 32  # rewards kept per prompt, for advantage: tracker
     tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
-    # GCPO, for autoregressive models: share of tokens of each of three kinds that train; 0: all tokens. 0.1 as published
+    # GCPO, autoregressive models: share of tokens of each of three kinds that train, 0.1 as published; 0: all tokens
     critical_tokens: float = 0.0
-    # GCPO: clips log policy / reference, whose means up to a token weight its advantage; 0: no weights. 0.5 as published
+    # GCPO: clips log policy / reference, whose mean up to a token weights its advantage, at 0.5 as published; 0: off
     confidence_clip: float = 0.0
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
@@ -81,8 +81,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         )
         if self.critical_tokens and self.group_size < 2:
             raise ValueError(
-                f"'critical_tokens' is {self.critical_tokens}, but 'group_size' is {self.group_size}; tokens are compared "
-                "within a group of at least 2 samples"
+                f"'critical_tokens' is {self.critical_tokens}, but 'group_size' is {self.group_size}; tokens are "
+                "compared within a group of at least 2 samples"
                 " [TM863]"
             )
 

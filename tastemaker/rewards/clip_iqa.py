@@ -79,4 +79,4 @@ class ClipIqaScorer(CachedImageReward):
 
     def score_features(self, features: Tensor, prompts: Prompts) -> Tensor:
         logits = self.scale * features @ self.encoder.text_features(self.texts).T  # [B, 2 * pairs]
-        return logits.unflatten(1, (-1, 2)).softmax(-1)[..., 0].mean(1)
+        return logits.view(len(features), -1, 2).softmax(-1)[..., 0].mean(1)

@@ -126,7 +126,9 @@ def test_model_takes_class_names_of_a_saved_dataset(tmp_path: Path) -> None:
         tmp_path / "set", {"image": [colored_image(0), colored_image(1)], "label": [1, 0]}, features, split=None
     )
     settings = [f"data={{type: class_images, path: {path}, image_size: 32}}", "sample.every=0", "guard.every=0"]
-    config = load("grpo-llamagen-tf", [*settings, "engine.precision=fp32", "batch.prompts=2", "batch.minibatches=1", "steps=1"])
+    config = load(
+        "grpo-llamagen-tf", [*settings, "engine.precision=fp32", "batch.prompts=2", "batch.minibatches=1", "steps=1"]
+    )
     with pytest.warns(UserWarning, match=r"model\.class_names.*oak leaf.*TM862"):
         run = tastemaker.build(config, tmp_path / "run", tiny=True)
     assert run.config.model.class_names[:3] == ("oak leaf", "rune", "2")  # saved with the run, so `generate` knows them

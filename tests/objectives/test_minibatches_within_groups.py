@@ -27,7 +27,9 @@ def step_twice(recipe: str, directory: Path, *overrides: str) -> tuple[dict[str,
     return {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}, events[-1].metrics
 
 
-def assert_same(one: tuple[dict[str, Tensor], dict[str, float]], two: tuple[dict[str, Tensor], dict[str, float]]) -> None:
+def assert_same(
+    one: tuple[dict[str, Tensor], dict[str, float]], two: tuple[dict[str, Tensor], dict[str, float]]
+) -> None:
     for key, x in one[0].items():
         torch.testing.assert_close(two[0][key], x, atol=2e-4, rtol=1e-3)  # Adam enlarges rounding
     for name in ("loss/policy", "grad_norm", "reward/mean", "zero_std_groups"):
@@ -37,7 +39,8 @@ def assert_same(one: tuple[dict[str, Tensor], dict[str, float]], two: tuple[dict
 def test_one_prompt_in_two_minibatches_does_not_depend_on_the_micro_batch_size(tmp_path: Path) -> None:
     batch = ("batch.prompts=1", "batch.minibatches=2", "batch.epochs=2")
     runs = [
-        step_twice("grpo-toy-causal", tmp_path / str(size), *batch, f"batch.micro_batch_size={size}") for size in (4, 3, 1)
+        step_twice("grpo-toy-causal", tmp_path / str(size), *batch, f"batch.micro_batch_size={size}")
+        for size in (4, 3, 1)
     ]
     for other in runs[1:]:
         assert_same(runs[0], other)
