@@ -476,7 +476,7 @@ def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
         network_calls_per_sample=-(-calls // max(1, samples)),
         rollout_network_calls=batch.prompts * calls,
         updates=batch.minibatches * batch.epochs,
-        minibatch_size=experience // batch.minibatches,
-        micro_batch_size=min(share, batch.micro_batch_size or share),
+        minibatch_size=experience * objective.samples_per_row() // batch.minibatches,
+        micro_batch_size=min(share, batch.micro_batch_size or share) * objective.samples_per_row(),
         total_updates=config.steps * batch.minibatches * batch.epochs,
     )

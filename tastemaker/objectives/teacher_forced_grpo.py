@@ -118,7 +118,10 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
             )
 
     def experience_per_prompt(self) -> int:
-        return self.group_size // (self.samples_per_call or self.group_size)
+        return self.group_size // self.samples_per_row()
+
+    def samples_per_row(self) -> int:
+        return self.samples_per_call or self.group_size
 
     def samples_per_prompt(self) -> int:
         return self.group_size

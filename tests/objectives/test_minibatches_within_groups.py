@@ -74,7 +74,7 @@ def test_published_quick_start_makes_sixteen_updates_on_four_samples(tmp_path: P
     config = load("grpo-llamagen-tf-quickstart", ["engine.precision=fp32", "sample.every=0", "guard.every=0"])
     assert find_problems(config, world_size=1) == []
     counts = compute_step_counts(config)
-    assert (counts.prompts, counts.samples, counts.updates, counts.minibatch_size) == (8, 64, 16, 1)
+    assert (counts.prompts, counts.samples, counts.updates, counts.minibatch_size) == (8, 64, 16, 4)
     assert isinstance(config.objective, TeacherForcedGRPO) and config.objective.samples_per_call == 4
     run = build(config, tmp_path, tiny=True)
     step = train_step(run, 0)
