@@ -31,7 +31,7 @@ from ..training.engine import Engine
 from ..training.run import Run
 from ..vlm.finetuning import JudgeRun
 from ..vlm.judge_models import GeneratorJudge, load_generator_judge
-from .check import require_valid
+from .check import C, require_valid
 from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
@@ -152,7 +152,7 @@ def build_policy(config: RunConfig, placement: Placement, init_from: Path | None
     )
 
 
-def adopt_class_names(config: AnyConfig) -> AnyConfig:
+def adopt_class_names(config: C) -> C:
     """Let a class-conditional model name its classes as the data set does, where it does not know these names."""
     if not isinstance(config, RunConfig) or not isinstance(config.data, ClassImages | ImageCollection):
         return config
@@ -198,6 +198,7 @@ def build(
     Without `load_data` the run can only generate: its data may no longer exist.
     """
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
+    config = adopt_class_names(config) if load_data else config
     emit_config_warnings(config)
     engine = start_engine(config)
     placement = engine.placement(is_adapter=config.tuning.is_adapter)
