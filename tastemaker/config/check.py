@@ -230,21 +230,8 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
 
 
 def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
-    objective, shape = config.objective, config.model.shape
-    if not isinstance(objective, GRPO) or not (objective.critical_tokens or objective.confidence_clip):
-        return None
-    if not isinstance(config.process, AutoregressiveProcess):
-        key = "critical_tokens" if objective.critical_tokens else "confidence_clip"
-        return f"objective.{key}: only autoregressive models have tokens in an order; set objective.{key}=0 [TM864]"
-    if objective.critical_tokens and (
-        math.isqrt(shape[0]) ** 2 != shape[0] or objective.critical_tokens * shape[0] < 1
-    ):
-        return (
-            f"objective.critical_tokens: {objective.critical_tokens} of {shape[0]} tokens; expected at least one token "
-            f"of a square grid; set it to 1/{shape[0]} or more, or to 0"
-            " [TM865]"
-        )
-    return None
+    objective = config.objective
+    return objective.find_token_problem(config.process, config.model.shape) if isinstance(objective, GRPO) else None
 
 
 def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:

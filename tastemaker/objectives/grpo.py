@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, cast
@@ -89,6 +90,21 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",) if self.kl_coef or self.confidence_clip else ()
+
+    def find_token_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        """Why GCPO's settings do not work with samples of this process and shape; None if they do."""
+        if not (self.critical_tokens or self.confidence_clip):
+            return None
+        if not isinstance(process, AutoregressiveProcess):
+            key = "critical_tokens" if self.critical_tokens else "confidence_clip"
+            return f"objective.{key}: only autoregressive models have tokens in an order; set objective.{key}=0 [TM864]"
+        if self.critical_tokens and (math.isqrt(shape[0]) ** 2 != shape[0] or self.critical_tokens * shape[0] < 1):
+            return (
+                f"objective.critical_tokens: {self.critical_tokens} of {shape[0]} tokens; expected at least one token "
+                f"of a square grid; set it to 1/{shape[0]} or more, or to 0"
+                " [TM865]"
+            )
+        return None
 
     def without_kl(self) -> Self | None:
         return replace(self, kl_coef=0.0) if self.kl_coef else None
