@@ -45,3 +45,20 @@ def find_links(page: Path) -> Iterator[tuple[Path, str]]:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     for path, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
         yield (page.parent / path).resolve() if path else page, anchor
+
+
+def read_section(page: Path, heading: str) -> str:
+    """The text below a heading of the second level, up to the next one."""
+    return page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def command_table(page: Path) -> list[tuple[str, str]]:
+    """Rows of the first table of the section Commands: their command as text, and the first code span of ours."""
+    rows = []
+    for line in read_section(page, "Commands").partition("|---|---|\n")[2].splitlines():
+        if not line.startswith("|"):
+            break
+        theirs, ours = line.strip("| ").split(" | ")
+        code = re.match(r"`([^`]+)`", ours)
+        rows.append((theirs, code[1] if code else ""))
+    return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from cli_runner import run_cli
 from docs_pages import ROOT, code_blocks, console_lines, write_named_blocks
 from tiers import fast
+from tiny_commands import SMALL_BATCH, make_tiny
 
 from tastemaker.data.image_io import save_image
 
@@ -27,42 +27,8 @@ PAGES = [
     "migrate-flow-grpo.md",
     "own-prompts.md",
 ]
-SMALL_RUN = ("sample.every=0", "guard.every=0", "--device", "cpu")
-SMALL_BATCH = ("batch.prompts=2", "batch.minibatches=1", "engine.compile=false")
-# What is appended to a command so that it takes seconds and needs no weights.
-ADDITIONS: dict[str, tuple[str, ...]] = {
-    "demo": ("--steps", "2", "--num-prompts", "6", "--device", "cpu"),
-    "download": ("--list",),
-    "embed": ("--tiny", "--device", "cpu"),
-    "evaluate": ("--num-prompts", "6", "--count", "1", "--device", "cpu"),
-    "export": (),
-    "generate": ("--device", "cpu"),
-    "score": ("--device", "cpu"),
-    "train": ("--tiny", *SMALL_BATCH, *SMALL_RUN),
-}
-SMALL_RECIPES = {  # where the published numbers take long, even with tiny networks
-    "ddpo-sd15": ("process.num_steps=4",),
-    "flowgrpo-sd35": ("objective.group_size=2", "process.num_steps=4"),
-    "grpo-playground-flow": ("objective.group_size=2",),
-}
-REWARDS_WITHOUT_WEIGHTS = {"hps": "brightness", "aesthetic": "jpeg"}
 # Plans trace networks of billions of weights, and doctor and bench start processes: tests of their own run them.
 NOT_RUN = re.compile(r"pip |make |tastemaker (plan|doctor|bench) ")
-
-
-def make_tiny(line: str, steps: int) -> list[str]:
-    """The arguments of a documented command, changed to train `steps` steps of tiny models on the CPU."""
-    words = shlex.split(line)
-    command, *arguments = words[words.index("tastemaker") + 1 :]
-    if command == "score":
-        arguments = [REWARDS_WITHOUT_WEIGHTS.get(word, word) for word in arguments]
-    if command == "train":
-        arguments = [word for word in arguments if not word.startswith("steps=")] + [f"steps={steps}"]
-        if arguments[0].startswith("runs/"):  # it continues a run whose model is tiny already
-            return [command, *arguments, *SMALL_RUN[2:]]
-        arguments += SMALL_RECIPES.get(arguments[0], ())
-    added = [word for word in ADDITIONS.get(command, ()) if word not in arguments]
-    return [command, *arguments, *added]
 
 
 def write_inputs(page: Path, folder: Path) -> None:
