@@ -102,7 +102,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
     (folder / "photo.json").write_text(json.dumps(prompts[:1]), encoding="utf-8")
     (folder / "classes.txt").write_text("88\n207\n", encoding="utf-8")
-    images = [f"data/{name}/{i}.png" for name in ("n01440764", "n01443537") for i in range(4)]
+    images = [f"imagenet/{name}/{i}.png" for name in ("n01440764", "n01443537") for i in range(4)]
     images += [f"{parent}/{i}.png" for parent in ("pictures", "data/CelebAMask-HQ/CelebA-HQ-img") for i in range(4)]
     for number, name in enumerate([*images, "test.jpg"]):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
