@@ -71,7 +71,7 @@ def _load_from_yaml(name: str, placement: Placement) -> nn.Module | None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"'{name:.200}' cannot be read ({error!s:.200}); expected YAML in UTF-8 [TM513]") from error
     settings = data.get("autoencoder") if isinstance(data, dict) else None
-    if not isinstance(settings, dict) or not {"type", "weights"} <= settings.keys():
+    if not isinstance(settings, dict) or not settings.get("type") or not settings.get("weights"):
         raise ConfigError(
             f"'{name:.200}' has no section `autoencoder`; expected autoencoder: {{type: block_vae, weights: ..., ...}} "
             "in this file"

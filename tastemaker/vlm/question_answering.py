@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..config.load import YAML_SUFFIXES, list_recipes, read_recipe
+from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config, read_recipe
 from ..config.validate import build_component
 from ..core.errors import pluralize
 from ..core.model_spec import ModelSpec
@@ -30,7 +30,7 @@ from ..models.showo.prompt_tokenizer import load_detokenizer
 from ..models.showo.vqa import ShowoVqa
 from ..rewards.folder_scorer import ImageRecord, ScoreRow, batch_by_size, find_images_with_prompts
 from ..search.generation import truncate_partial_line
-from ..training.run_directory import CONFIG_FILE
+from ..training.run_directory import CONFIG_FILE, find_run_checkpoint
 from .annotations import detections_as_json, print_line
 from .chat_model import ChatModel, load_chat_model
 from .chat_processors import CAPTION_PROMPT
@@ -174,7 +174,18 @@ def find_showo(model: str) -> ShowoSpec | None:
     if not isinstance(spec, ShowoSpec):
         advice = "name a Show-o, or a vision-language model"
         raise ConfigError(f"--model: {model} generates images but does not answer questions; {advice} [TM721]")
-    return replace(spec, weights=model) if is_run else spec
+    if is_run:
+        return replace(spec, weights=model)
+    config = load_any_config(model) if "objective" in recipe else None
+    if config is not None and find_run_checkpoint(config, model, (), Console(stderr=True)) is not None:
+        return replace(spec, weights=str(config.directory))
+    if spec.weights is None:
+        raise ConfigError(
+            f"--model: {model:.200} names no model.weights, so its answers would be random; train it first, or name a "
+            "run or a published Show-o"
+            " [TM843]"
+        )
+    return spec
 
 
 def check_image(path: Path) -> None:

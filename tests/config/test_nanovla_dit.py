@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from cli_runner import run_cli
 from PIL import Image
 
@@ -123,6 +124,30 @@ def test_both_stages_train_in_sequence(here: Path, capsys: pytest.CaptureFixture
     assert run_cli("train", "both.yaml", "stage=dit", *options) == 0
     assert run_cli("generate", "tasks/faces-dit", "process.num_steps=2", "--count", "2", "--out", "made") == 0
     assert read_image(here / "made" / "sheet.png").shape[-1] >= 64
+
+
+def test_configuration_stands_for_its_run(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`reconstruct`, `encode` and `generate` on a file use the run it led to, name its step, and are never random."""
+    options = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
+    for command in (["reconstruct", "images", "--model"], ["encode", "images", "--size", "32", "--vae"]):
+        assert run_cli(*command, "both.yaml") == 2
+    assert capfd.readouterr().err.count("TM842") == 2
+    assert run_cli("train", "both.yaml", *options, "loss.lpips=0", "discriminator=null") == 0
+    assert run_cli("reconstruct", "images", "--model", "both.yaml", "--size", "32", "--out", "a", "--device", "cpu") == 0
+    assert run_cli("encode", "images", "--vae", "both.yaml", "--size", "32", "--out", "b", "--device", "cpu") == 0
+    assert capfd.readouterr().err.replace("\n", "").count("weights of tasks/faces/checkpoints/step-000001") == 2
+    arguments = ["stage=dit", "process.num_steps=2", "--device", "cpu", "--seed", "3"]
+    with pytest.warns(UserWarning, match="random weights"):
+        assert run_cli("generate", "both.yaml", *arguments, "--out", "random") == 0
+    assert run_cli("train", "both.yaml", "stage=dit", *options, "optim.lr=1") == 0
+    assert run_cli("generate", "both.yaml", *arguments, "--out", "file") == 0
+    assert "weights of tasks/faces-dit/checkpoints/step-000001" in capfd.readouterr().err
+    assert run_cli("generate", "tasks/faces-dit", *arguments[1:], "--out", "run") == 0
+    random, file, run = (read_image(here / name / "sheet.png") for name in ("random", "file", "run"))
+    assert torch.equal(file, run) and not torch.equal(file, random)
+    (here / "both.yaml").write_text(OLD.replace("hidden_size : 32", "hidden_size : 48"))  # edited since
+    assert run_cli("generate", "both.yaml", *arguments, "--out", "other") == 2
+    assert "TM841" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
