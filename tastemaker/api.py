@@ -81,8 +81,8 @@ def build(
     """Load the model, the rewards and the data of a configuration, and place them on this process's device.
 
     `rewards` are functions (images, prompts, **metadata) -> scores to add to those of the configuration, by name.
-    `tiny` replaces every model by a small random one. `init_from` is a checkpoint or a LoRA file whose weights to
-    start from. Call `run.engine.close()` when done.
+    `tiny` replaces every model by a small random one. `init_from` is a run, a checkpoint, a file or an exported
+    folder whose weights to start from. Call `run.engine.close()` when done.
     """
     config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
@@ -320,9 +320,7 @@ class VAETrainer:
             validation = replace(validation, every=every, data=None)
         elif validation.data is None:  # nothing can be held out of a loader
             validation = ValidationConfig()
-        config = replace(
-            self.config, batch_size=len(batches.last) * torchrun_world_size(), validation=validation
-        )
+        config = replace(self.config, batch_size=len(batches.last) * torchrun_world_size(), validation=validation)
         config = run_directory.keep_precision(config, self.directory)
         latest = run_directory.claim_run_directory(config, self.directory, ())
         settings = replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches)

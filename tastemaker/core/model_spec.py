@@ -127,6 +127,12 @@ class ModelSpec(ABC):
             f"--layout: diffusers has no network like that of {type(self).__name__}; leave it out [TM086]"
         )
 
+    def to_authors(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """The network under the names of its authors' trainer, for `export --layout authors`."""
+        raise ConfigError(
+            f"--layout: the authors of {type(self).__name__} have no layout; give diffusers, or leave it out [TM853]"
+        )
+
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
         """The text encoders alone, to embed prompts beforehand."""
         raise ConfigError("embed: this model has no text encoder of its own; name one of another type [TM087]")

@@ -96,11 +96,9 @@ def is_dit_run(run_dir: Path) -> bool:
     return isinstance(config, RunConfig) and config.model.converts_to_diffusers
 
 
-def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
-    """Write a pipeline folder atomically, LoRA adapters merged, and print what diffusers computes differently."""
-    import diffusers
-
-    if options.layout != "diffusers":
+def load_dit(options: GeneratorExport) -> tuple[RunConfig, Path, Mapping[str, Tensor], str]:
+    """Return configuration and checkpoint of a run, its tensors with adapters merged, and their snapshot's name."""
+    if options.layout not in ("diffusers", "authors"):
         raise ConfigError(
             f"--layout: {options.layout} does not know this model; give diffusers, or leave it out [TM663]"
         )
@@ -108,7 +106,28 @@ def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
     step_dir = checkpoint.latest_checkpoint(options.run_dir)
     if step_dir is None or not isinstance(config, RunConfig) or not config.model.converts_to_diffusers:
         raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run [TM664]")
-    tensors, chosen = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
+    return config, step_dir, *choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
+
+
+def export_dit_file(options: GeneratorExport, console: Console) -> None:
+    """Write the weights as the trainer of the network's authors does: one `.pth` file, LoRA adapters merged."""
+    if options.out.suffix not in (".pth", ".pt"):
+        raise ConfigError(
+            f"--out: '{options.out}' is written as its authors' trainer does; let its name end in .pth [TM854]"
+        )
+    config, step_dir, tensors, chosen = load_dit(options)
+    renamed = config.model.to_authors({key: x.detach().to(options.dtype) for key, x in tensors.items()})
+    partial = options.out.with_name(f".{options.out.name}.partial")
+    torch.save({key: x.clone() for key, x in renamed.items()}, partial)
+    partial.replace(options.out)
+    console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
+
+
+def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
+    """Write a pipeline folder atomically, LoRA adapters merged, and print what diffusers computes differently."""
+    import diffusers
+
+    config, step_dir, tensors, chosen = load_dit(options)
     conversion = config.model.to_diffusers({key: x.detach().to(options.dtype) for key, x in tensors.items()})
     partial = options.out.with_name(f".{options.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

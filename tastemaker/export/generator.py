@@ -75,7 +75,8 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
     if options.out.exists():
         raise ConfigError(f"--out: {options.out} exists already; name a new folder, or remove it [TM666]")
     if diffusers_pipeline.is_dit_run(options.run_dir):
-        diffusers_pipeline.export_dit_pipeline(options, console)
+        export_dit = diffusers_pipeline.export_dit_pipeline
+        (diffusers_pipeline.export_dit_file if options.layout == "authors" else export_dit)(options, console)
         return
     trained = load_trained_generator(options)
     partial = options.out.with_name(f".{options.out.name}.partial")

@@ -16,13 +16,16 @@ import torch
 from cli_runner import run_cli
 
 from tastemaker.cli import EXIT_USAGE
+from tastemaker.config.build import build
 from tastemaker.config.load import list_recipes, load
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.types import PromptBatch
+from tastemaker.core.types import Placement, PromptBatch
 from tastemaker.data.image_io import read_image, save_image
+from tastemaker.evaluation.geneval import load_geneval_scorer, parse_detector
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE
 from tastemaker.models.weight_files import is_shipped
 from tastemaker.search.generation import PLAYGROUND_MODELS, choose_prompts, find_lora, resolve_source, slugify
+from tastemaker.training.run_directory import write_run_config
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group_size=4"]
@@ -234,3 +237,18 @@ def test_search_that_would_deadlock_sharded_ranks_is_refused(tmp_path: Path) -> 
     arguments = ("generate", "grpo-toy-flow", "-p", "a", "--search", "refine", "engine.strategy=fsdp")
     with pytest.raises(AssertionError, match=r"engine\.strategy=replicated"):
         run_on_ranks(2, *arguments, "--out", str(tmp_path / "two"))
+
+
+def test_tiny_evaluation_warns_about_ignored_weights(tmp_path: Path) -> None:
+    """`--tiny` ignores overrides, the weights of a run and those of a detector, and says so."""
+    sizes = ["model.width=64", "model.depth=1", "model.heads=2", "model.autoencoder=null", "model.latent_channels=12"]
+    config = load("dit-folder", [*sizes, "engine={device: cpu, compile: false}", f"output_dir={tmp_path}", "name=run"])
+    build(config).save(1)
+    write_run_config(config, config.directory)
+    with pytest.warns(UserWarning, match=r"model\.width=64.*ignored.*TM020"):
+        resolve_source("dit-folder", sizes, tiny=True)
+    assert resolve_source(str(config.directory), [])[1] is not None
+    with pytest.warns(UserWarning, match=r"step-000001 are ignored.*TM844"):
+        assert resolve_source(str(config.directory), [], tiny=True)[1] is None
+    with pytest.warns(UserWarning, match=r"other-detector is ignored.*TM845"):
+        load_geneval_scorer(parse_detector("other-detector", self_test=False), Placement(), tiny=True)
