@@ -13,8 +13,11 @@ from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, Run
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..core.types import Placement
+from ..export.diffusers_pipeline import WEIGHTS_PATTERN
 from ..export.lora import DIFFUSERS_LORA_FILE, LORA_SUFFIXES, is_external_lora, resolve_lora_path
 from ..models.pretrained import load_state_dict
+
+WEIGHTS_FILE = WEIGHTS_PATTERN.format(suffix="")  # of a component that is not sharded
 
 
 def find_initial_weights(config: AnyConfig, source: Path) -> InitialWeights:
@@ -67,8 +70,14 @@ def read_network(config: AnyConfig, folder: Path) -> dict[str, Tensor]:
     return {
         prefix + key: x
         for component, prefix in layout.components.items()
-        for key, x in load_state_dict(folder / component).items()
+        for key, x in read_component(folder / component).items()
     }
+
+
+def read_component(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a component of diffusers: those of one file, or of shards with an index."""
+    single = folder / WEIGHTS_FILE
+    return load_state_dict(single if single.is_file() else folder)
 
 
 def load_network(config: AnyConfig, folder: Path) -> dict[str, Tensor]:

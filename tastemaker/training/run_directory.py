@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import warnings
@@ -140,7 +141,7 @@ def find_run_checkpoint(
         )
     if changes:
         return None
-    if console is not None:
+    if console is not None and os.environ.get("RANK", "0") == "0":
         console.print(f"weights of {latest}", markup=False, highlight=False, soft_wrap=True)
     return latest
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tiers import fast
 from torch import Tensor
 from untrained_runs import save_perturbed_run
 
@@ -47,7 +48,7 @@ def is_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-6
     return a.keys() == b.keys() and all((a[key] - x).abs().max() <= tolerance for key, x in b.items())
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "comfyui"])
+@pytest.mark.parametrize("layout", fast(["diffusers", "comfyui"], "comfyui"))
 def test_lora_folder_initializes_adapters(layout: Any, tmp_path: Path) -> None:
     run = save_perturbed_run(sd15(tmp_path, LORA % 6), 0.1)
     export_generator(GeneratorExport(run.directory, tmp_path / "out", layout, dtype=torch.float32), CONSOLE)
@@ -72,14 +73,14 @@ def test_full_folder_initializes_all_weights(tmp_path: Path) -> None:
 
 
 def test_exports_of_a_dit_initialize_it(tmp_path: Path) -> None:
-    """The folder of diffusers, a file with 8 bits, and the file of nanoVLA-RL's trainer as `model.weights`."""
+    """The folder of diffusers and a file with 8 bits; snapshots start from them too."""
     settings = ["model.conditioning=class", "model.num_classes=3", "model.class_names=[cat, dog, cow]"]
     run = save_perturbed_run(dit(tmp_path, *settings), 0.1)
     export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     fresh = dit(tmp_path, *settings)
-    continued = build_run(fresh, tmp_path / "b", tmp_path / "out")
+    continued: Any = build_run(fresh, tmp_path / "b", tmp_path / "out")
     assert is_close(trainable(continued), trainable(run), 0)
-    assert is_close(continued.weights.snapshot_tensors()["ema"], trainable(run), 0)
+    assert is_close(continued.policy.weights.snapshot_tensors()["ema"], trainable(run), 0)
     export_weights(run.directory, tmp_path / "run.safetensors", "live", 8, CONSOLE)
     assert is_close(trainable(build_run(fresh, tmp_path / "c", tmp_path / "run.safetensors")), trainable(run), 0.01)
 
