@@ -311,8 +311,8 @@ class VAETrainer:
 
         A batch is pixels [B, C, H, W] with one or three channels in [0, 1], or a tuple that starts with them. The
         loader starts over when it ends. The images of `validation_loader`, up to `validation.num_samples` of them, are
-        the held-out ones: every `validation.every` steps, or with every checkpoint if that is 0, the loss on them is
-        logged, and after the last step the metrics of their reconstructions.
+        the held-out ones, and the same on every rank. Every `validation.every` steps, or with every checkpoint if that
+        is 0, the loss on them is logged, and after the last step the metrics of their reconstructions.
         """
         batches, validation = LoaderDataset(loader), self.config.validation
         if validation_loader is not None:
@@ -414,8 +414,9 @@ class HeldOutImages(Dataset):
         return len(self.pixels)
 
     def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
-        """A rank's share of the first `size` images."""
-        return as_images(self.pixels[:size][rank * (size // world) : (rank + 1) * (size // world)])
+        """A rank's share of the first `size` images, starting over if there are fewer."""
+        indices = torch.arange(rank * (size // world), (rank + 1) * (size // world))
+        return as_images(self.pixels[indices % len(self.pixels)])
 
     def first_prompts(self, count: int) -> PromptBatch:
         return PromptBatch(("",) * count, ({},) * count)

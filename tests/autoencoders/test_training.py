@@ -193,7 +193,7 @@ def test_quantizer_loss_is_logged_in_training_and_validation(quantizer: str, tmp
     config = load_any_config(
         "playground-vq", [*SMALL, *settings, "data.pool_size=32", "validation={every: 1, split: 0.25}"]
     )
-    tiny = make_tiny_any(replace(config, engine=replace(config.engine, compile=False), ema_decay=0.0))
+    tiny = make_tiny_any(replace(config, engine=replace(config.engine, compile=False)))
     assert isinstance(tiny, AutoencoderRunConfig)
     run = build_autoencoder(tiny, tmp_path)
     assert run.validation_data is not None

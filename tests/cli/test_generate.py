@@ -126,7 +126,7 @@ def test_lora_scale_sets_the_strength_of_the_adapter() -> None:
     assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--out", "whole") == 0
     assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--lora-scale", "0", "--out", "none") == 0
     assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--lora-scale", "0.5", "--out", "half") == 0
-    assert run_cli("generate", "grpo-toy-flow", *arguments, "--out", "base") == 0
+    assert run_cli("generate", "grpo-toy-flow", "name=base", *arguments, "--out", "base") == 0
     assert read_pixels("none").equal(read_pixels("base"))
     assert not read_pixels("whole").equal(read_pixels("base"))
     assert not read_pixels("half").equal(read_pixels("base")) and not read_pixels("half").equal(read_pixels("whole"))
