@@ -252,3 +252,19 @@ def test_tiny_evaluation_warns_about_ignored_weights(tmp_path: Path) -> None:
         assert resolve_source(str(config.directory), [], tiny=True)[1] is None
     with pytest.warns(UserWarning, match=r"other-detector is ignored.*TM845"):
         load_geneval_scorer(parse_detector("other-detector", self_test=False), Placement(), tiny=True)
+
+
+def test_recipe_with_weights_stands_for_the_model_before_training(tmp_path: Path) -> None:
+    """A recipe's name keeps the weights it names, with a warning about its run; a file of yours stands for its run."""
+    recipe, own = "grpo-playground-flow", tmp_path / "own.yaml"
+    own.write_text(f"extends: {recipe}\noutput_dir: {tmp_path}\nname: run")
+    config, step = load(own), tmp_path / "run/checkpoints/step-000001"
+    assert resolve_source(str(own), [])[1] is None
+    step.mkdir(parents=True)
+    write_run_config(config, config.directory)
+    with pytest.warns(UserWarning, match=r"model\.weights=playground/flow.*TM840"):
+        assert resolve_source(recipe, [f"output_dir={tmp_path}", "name=run"])[1] is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_source(str(own), ["process.num_steps=4"])[1] == step
+        assert resolve_source(str(own), ["model.weights=playground/flow16"])[1] is None
