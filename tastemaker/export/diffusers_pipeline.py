@@ -18,7 +18,7 @@ from ..config.load import load_any_config
 from ..config.schema import RunConfig
 from ..config.yaml_io import render_yaml
 from ..core.model_spec import DiffusersConversion, PipelineLayout
-from ..core.output_paths import replace_directory
+from ..core.output_paths import replace_directory, replace_file
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models.pretrained import select_needed_files
@@ -118,9 +118,8 @@ def export_dit_file(options: GeneratorExport, console: Console) -> None:
         )
     config, step_dir, tensors, chosen = load_dit(options)
     renamed = config.model.to_authors({key: x.detach().to(options.dtype) for key, x in tensors.items()})
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    torch.save({key: x.clone() for key, x in renamed.items()}, partial)
-    partial.replace(options.out)
+    with replace_file(options.out) as partial:
+        torch.save({key: x.clone() for key, x in renamed.items()}, partial)
     console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
 
 
