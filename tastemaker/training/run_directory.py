@@ -124,7 +124,7 @@ def find_run_checkpoint(
         return None
     if named and not tiny and not source.endswith(YAML_SUFFIXES):
         warnings.warn(
-            f"{source:.200} uses {named:.200}, not what its run learned; for that, pass {config.directory} [TM840]",
+            f"{source:.200} uses {named:.200}, not what its run learned; for that, pass {config.directory} [TM847]",
             stacklevel=3,
         )
         return None

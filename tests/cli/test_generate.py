@@ -262,7 +262,7 @@ def test_recipe_with_weights_stands_for_the_model_before_training(tmp_path: Path
     assert resolve_source(str(own), [])[1] is None
     step.mkdir(parents=True)
     write_run_config(config, config.directory)
-    with pytest.warns(UserWarning, match=r"model\.weights=playground/flow.*TM840"):
+    with pytest.warns(UserWarning, match=r"model\.weights=playground/flow.*TM847"):
         assert resolve_source(recipe, [f"output_dir={tmp_path}", "name=run"])[1] is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
