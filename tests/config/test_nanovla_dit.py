@@ -174,7 +174,7 @@ def test_configuration_stands_for_its_run(here: Path, capfd: pytest.CaptureFixtu
         (OLD.replace("num_timesteps : 1000", "num_timesteps : 1"), "num_timesteps is 1"),
         (OLD.replace("hidden_size", "hiden_size"), "'hiden_size'; did you mean 'hidden_size'"),
         (OLD.replace("z_channels", "z_chanels"), "'z_chanels'; did you mean 'z_channels'"),
-        (OLD.replace("[True]", "2"), "down_sample is 2"),
+        (OLD.replace("[True]", "2"), "down_sample: expected a list of true and false, one per block, got 2"),
         (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'"),
         (NEW.replace("weights: vae_autoencoder.pth", "weights: null"), "autoencoder.weights is None"),
     ],
