@@ -138,7 +138,7 @@ def find_run_checkpoint(
         raise ConfigError(
             f"{source:.200}: {config.directory} holds a run with another network ({listed}); pass that directory to "
             "use it, or set another name=..."
-            " [TM841]"
+            " [TM859]"
         )
     if changes:
         return None

@@ -165,7 +165,7 @@ def test_configuration_stands_for_its_run(here: Path, capfd: pytest.CaptureFixtu
     assert torch.equal(file, run) and not torch.equal(file, random)
     (here / "both.yaml").write_text(OLD.replace("hidden_size : 32", "hidden_size : 48"))  # edited since
     assert run_cli("generate", "both.yaml", *arguments, "--out", "other") == 2
-    assert "TM841" in capfd.readouterr().err
+    assert "TM859" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
