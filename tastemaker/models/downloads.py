@@ -17,6 +17,7 @@ from ..config.required_files import published_sources as config_sources
 from ..config.schema import JudgeRunConfig
 from ..config.validate import build_component
 from ..core.autoencoder import AutoencoderSpec
+from ..core.cards import PUBLISHED_JUDGES, parse_hub_id
 from ..core.errors import DownloadError as DownloadError
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError, suggest_name
@@ -24,6 +25,9 @@ from ..core.reward import HUB_ID
 from ..export.lora import PUBLISHED_LORAS, find_published_lora
 from ..rewards.folder_scorer import parse_reward
 from .pretrained import WeightsSource, find_cached, select_needed_files
+from .showo.model import PUBLISHED_SHOWO
+
+CONFIG_FILE = "config.json"  # of a model of transformers; a folder without it counts as incomplete
 
 
 def download(names: Sequence[str], *, only_list: bool, console: Console) -> None:
@@ -72,14 +76,17 @@ def required_sources(name: str) -> list[WeightsSource]:
     for registry, spec_class in ((MODELS, ModelSpec), (AUTOENCODERS, AutoencoderSpec)):
         if name in registry:
             return list(build_component(spec_class, {"type": name}, "download").sources)
+    if name in PUBLISHED_JUDGES:
+        return [PUBLISHED_JUDGES[name]]
     lora = find_published_lora(name)
     known = [lora] if lora else [source for source in published_sources() if name in (source.hub, str(source))]
     if known:
         return known
+    if name in PUBLISHED_SHOWO:
+        return list(build_component(ModelSpec, {"type": "showo", "weights": name}, "download").sources)
     if HUB_ID.fullmatch(name):
-        owner, repository, *inside = name.split("/")
-        return [WeightsSource(f"{owner}/{repository}", "/".join(inside))]
-    known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS]
+        return [parse_hub_id(name)]
+    known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS, *PUBLISHED_SHOWO, *PUBLISHED_JUDGES]
     raise ConfigError(
         f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest_name(name, known_names)} [TM425]"
     )
@@ -99,7 +106,8 @@ def build_sources_table(sources: Sequence[WeightsSource]) -> Table:
     for source in sources:
         gated = "request access on its page" if source.gated else "no"
         size, license = source.size.removeprefix("size "), source.license.removeprefix("license ")
-        row = (source.hub, source.file or "all files", size, license, gated, "yes" if find_cached(source) else "no")
+        file = source.file or (f"{source.folder}/" if source.folder else "all files")
+        row = (source.hub, file, size, license, gated, "yes" if find_cached(source) else "no")
         table.add_row(*map(escape, row))  # escaped, because rich would take `[dev]` of FLUX.1 for a style
     return table
 
@@ -112,25 +120,31 @@ def fetch_source(source: WeightsSource, console: Console) -> Path:
         if source.file:
             return Path(hf_hub_download(source.hub, source.file))
         # File by file, because a snapshot without some files counts as incomplete when offline.
-        files = required_files(source.hub)
+        files = required_files(source.hub, source.folder)
         size = format_bytes(sum(files.values()))
         console.print(f"{source}: {len(files)} files, {size}", markup=False, highlight=False)
         return [Path(hf_hub_download(source.hub, file)) for file in files][-1].parent
 
 
-def required_files(hub: str) -> dict[str, int]:
-    """The files of a repository to download and their sizes in bytes; weights first, top-level configs last."""
+def required_files(hub: str, folder: str = "") -> dict[str, int]:
+    """The files of a repository, or of a folder in it, to download and their sizes in bytes.
+
+    Weights come first and top-level configs last, config.json after all others.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    listed = HfApi().list_repo_tree(hub, recursive=True)
+    listed = (
+        HfApi().list_repo_tree(hub, folder, recursive=True) if folder else HfApi().list_repo_tree(hub, recursive=True)
+    )
     sizes = {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
     files = [PurePosixPath(name) for name in select_needed_files(list(sizes))]
     if not files:
         raise DownloadError(
-            f"{hub} has no weights in a supported format; see its page, or name another repository [TM426]"
+            f"{folder or hub} has no weights in a supported format; see its page, or name another repository [TM426]"
         )
-    order = sorted(files, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))
+    depth = len(PurePosixPath(folder).parts) + 1
+    order = sorted(files, key=lambda path: (len(path.parts) == depth, path.suffix == ".json", path.name == CONFIG_FILE))
     return {str(name): sizes[str(name)] for name in order}
 
 
@@ -158,7 +172,8 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise hub_error(source, error) from error
-        raise DownloadError(f"{source.hub} has no file '{source.file}'; see {page}/tree/main [TM429]") from error
+        missing = f"file '{source.file}'" if source.file else f"folder '{source.folder}'"
+        raise DownloadError(f"{source.hub} has no {missing}; see {page}/tree/main [TM429]") from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise hub_error(source, error) from error
     except Exception as error:  # of the HTTP library
