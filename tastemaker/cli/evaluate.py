@@ -13,6 +13,7 @@ from .options import (
     Device,
     Overrides,
     RunDeviceOption,
+    SaveStepsOption,
     SearchOption,
     Tiny,
     VerifierOption,
@@ -50,6 +51,7 @@ def evaluate(
     weights: Annotated[str, typer.Option(help="Weights: live or a snapshot; default: ema if any.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Output folder; resumes if it exists.")] = None,
+    save_steps: SaveStepsOption = False,
     tiny: Tiny = False,
     device: RunDeviceOption = None,
 ) -> None:
@@ -87,6 +89,7 @@ def evaluate(
         weights=weights,
         seed=seed,
         out=out,
+        save_steps=save_steps,
         tiny=tiny,
         console=stderr_console(),
     )
