@@ -31,7 +31,7 @@ COT_JUDGES: dict[str, dict[str, Any]] = {
 
 def install() -> None:
     """Register the converters and aliases. Imports none of the converters."""
-    CONFIG_FORMATS.append("tastemaker.compat.nanovla:convert_config")
+    CONFIG_FORMATS.extend(("tastemaker.compat.nanovla:convert_config", "tastemaker.compat.showo:convert_config"))
     DATASET_FORMATS["image_folder"] = "tastemaker.compat.nanovla:convert_image_folder"
     VALUE_HINTS["gradient_mode", "last"] = "VADER's 'last' is 'last_steps' with last_steps: 1"
     for name, settings in {**VADER_REWARDS, **COT_JUDGES}.items():

@@ -16,7 +16,16 @@ import torch
 from ..core.model_spec import ModelSpec
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
-from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
+from ..core.types import (
+    ImageBatch,
+    JointBatch,
+    LatentBatch,
+    PreferenceBatch,
+    PromptBatch,
+    QuestionAnswerBatch,
+    TokenBatch,
+)
+from ..data.joint import JointData
 from ..data.toy import ToyImages, ToyPairs
 from ..objectives.reward_gradient import RewardGradient, is_single_frame
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
@@ -40,11 +49,13 @@ BATCH_NAMES = {
     TokenBatch: "tokens",
     LatentBatch: "latents",
     QuestionAnswerBatch: "questions with answers",
+    JointBatch: "captioned images, texts and questions",
 }
 DATA_TYPES = {
     PromptBatch: "prompts or prompt_file",
     ImageBatch: "toy_images or captioned_folder",
     PreferenceBatch: "toy_pairs or pair_file",
+    JointBatch: "joint",
 }  # registered types that yield such batches
 
 
@@ -80,6 +91,18 @@ def check_objective_data(config: RunConfig, world_size: int) -> str | None:
     names = component_name(config.objective), component_name(config.data)
     advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
     return f"data: '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
+
+
+def check_joint_batch(config: RunConfig, world_size: int) -> str | None:
+    data = config.data
+    if not isinstance(data, JointData) or config.batch.prompts % sum(data.counts) == 0:
+        return None
+    kinds = " + ".join(map(str, data.counts))
+    return (
+        f"batch.prompts: {config.batch.prompts} samples cannot be divided in the proportions {kinds} of the data; "
+        f"set it to a multiple of {sum(data.counts)}"
+        " [TM905]"
+    )
 
 
 def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
@@ -336,6 +359,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_stochastic_sampler,
     check_objective_data,
     check_reward_gradients,
+    check_joint_batch,
     check_rewards_exist,
     check_video_rewards,
     check_scored_frames,

@@ -36,6 +36,7 @@ from ..nets.vq import ColorTokenizer
 from ..pipeline_components import TINY
 from ..pretrained import WeightsSource
 from .inpainting import known_tokens
+from .joint import joint_log_likelihood
 from .prompt_tokenizer import BYTE_TOKENIZER, PHI, ShowoPromptTokenizer, load_text_tokenizer
 from .vision_encoder import CLIP, ClipVisionEncoder, vision_feature_size
 from .vqa import AnswerLogits, score_answers
@@ -114,6 +115,16 @@ class ShowoBackbone(Backbone):
 
     def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], answers: Sequence[str]) -> AnswerLogits:
         return score_answers(self, pixels, turns, answers)
+
+    def joint_log_likelihood(
+        self,
+        x: Tensor,
+        noisy: Corrupted,
+        cond: Condition,
+        conversations: Sequence[Metadata],
+        question_pixels: Tensor,
+    ) -> Tensor:
+        return joint_log_likelihood(self, x, noisy, cond, conversations, question_pixels)
 
     def encode(self, pixels: Tensor) -> Tensor:
         # In float32, because rounding would change the signs that tokens are made of.
