@@ -30,7 +30,7 @@ def parse_hub_id(name: str) -> WeightsSource:
     owner, repository, *inside = name.strip("/").split("/")
     path = "/".join(inside)
     is_file = path and re.fullmatch(r"\.[A-Za-z]\w*", PurePosixPath(path).suffix)
-    return WeightsSource(f"{owner}/{repository}", **{"file" if is_file else "folder": path})
+    return WeightsSource(f"{owner}/{repository}", file=path if is_file else "", folder="" if is_file else path)
 
 
 IMAGE_COT = "ZiyuG/Image-Generation-CoT"

@@ -291,6 +291,20 @@ def test_every_recommended_download_is_understood(tmp_path: Path, monkeypatch: p
         assert (source.hub, source.file, source.folder) in parts, source
 
 
+def test_documented_downloads_are_understood() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "tastemaker/recipes").rglob("*.yaml")]
+    names = {
+        name
+        for page in pages
+        for arguments in re.findall(r"tastemaker download((?: [\w./-]+)+)", page.read_text(encoding="utf-8"))
+        for name in arguments.split()
+        if not name.startswith("--") and name not in ("geneval", "owner/name")
+    }
+    assert len(names) > 20 and {"parm", "orm_ft", "dpo-parm-showo"} <= names
+    for name in names:
+        required_sources(name)  # refuses an unknown name
+
+
 def test_published_judges_and_stages_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snapshot = tmp_path / "models--ZiyuG--Image-Generation-CoT" / "snapshots" / ("a" * 40)
