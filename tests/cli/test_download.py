@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.hf_api import RepoFile
+from rich.console import Console
 
 from tastemaker.config.load import list_recipes
 from tastemaker.config.registries import AUTOENCODERS, MODELS, REWARDS
@@ -23,7 +24,7 @@ from tastemaker.core.cards import PUBLISHED_JUDGES
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.export.lora import PUBLISHED_LORAS
-from tastemaker.models.downloads import published_sources, required_files, required_sources
+from tastemaker.models.downloads import fetch_source, published_sources, required_files, required_sources
 from tastemaker.models.pretrained import WeightsSource, find_weights, select_needed_files
 from tastemaker.models.showo.model import MAGVIT, PUBLISHED_SHOWO, ShowoSpec, build_network
 from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER
@@ -335,6 +336,23 @@ def test_pickles_are_used_if_there_are_no_safetensors(monkeypatch: pytest.Monkey
     listing = [RepoFile(path=name, size=2, oid="") for name in names]
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda self, hub, recursive: listing)
     assert required_files("somebody/model") == {"sub/b.safetensors": 2, "a.bin": 2, "config.json": 2}
+
+
+def test_folder_of_a_repository_is_fetched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["dpo/pytorch_model.bin", "parm/config.json", "parm/model-1.safetensors", "parm/README.md"]
+    fetched: list[str] = []
+
+    def list_tree(self: Any, hub: str, folder: str = "", recursive: bool = False) -> list[RepoFile]:
+        return [RepoFile(path=name, size=2, oid="") for name in names if name.startswith(folder)]
+
+    def fetch(hub: str, file: str) -> str:
+        fetched.append(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", list_tree)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    assert fetch_source(PUBLISHED_JUDGES["parm"], Console(quiet=True)) == tmp_path / "parm"
+    assert fetched == ["parm/model-1.safetensors", "parm/config.json"]
 
 
 def test_pipeline_download_selects_the_loaded_components() -> None:
