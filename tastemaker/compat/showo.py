@@ -22,8 +22,10 @@ from ..models.showo.vision_encoder import CLIP
 
 Settings = dict[str, Any]
 
-SECTIONS = ("wandb", "experiment", "model", "dataset", "optimizer", "lr_scheduler", "mask_schedule", "training")
-SECTIONS += ("inference",)
+SECTIONS = (
+    *("wandb", "experiment", "model", "dataset", "optimizer", "lr_scheduler", "mask_schedule", "training"),
+    "inference",
+)
 # Keys by section; those that mean nothing here are listed too, so that a misspelled one is refused.
 KEYS: dict[str, set[str]] = {
     "experiment": {

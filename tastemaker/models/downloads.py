@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config.catalog import default_spec
-from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config
+from ..config.load import YAML_SUFFIXES, list_recipes, list_trainable_recipes, load_any_config, read_recipe
 from ..config.registries import AUTOENCODERS, MODELS, REWARDS
 from ..config.required_files import published_sources as config_sources
 from ..config.schema import JudgeRunConfig
@@ -64,6 +64,9 @@ def fetch_if_missing(source: WeightsSource, console: Console) -> Path:
 
 def required_sources(name: str) -> list[WeightsSource]:
     """The weights that a recipe, a reward, a model, a published LoRA or a hub id needs."""
+    if name in list_recipes() and name not in list_trainable_recipes():  # a part, such as models/dit-xl
+        part = read_recipe(name).get("model")
+        return list(build_component(ModelSpec, part, "download").sources) if part else []
     if name in list_recipes() or name.endswith(YAML_SUFFIXES):
         config = load_any_config(name)
         if isinstance(config, JudgeRunConfig):

@@ -112,8 +112,7 @@ def _text_sequences(model: ShowoBackbone, texts: Sequence[str]) -> Sequences:
     vocabulary, limit = model.vocabulary, model.prompt_tokenizer.length + model.shape[0] + 2
     tokens = []
     for text in texts:
-        ids = [vocabulary.eos_id, *model.prompt_tokenizer.tokenizer(text), vocabulary.eos_id]
-        tokens.append(ids[:limit])
+        tokens.append([vocabulary.eos_id, *model.prompt_tokenizer.tokenizer(text), vocabulary.eos_id][:limit])
     longest = max(map(len, tokens))
     ids = torch.tensor([[vocabulary.pad_id] * (longest - len(each)) + each for each in tokens], device=model.device)
     padding = torch.tensor([longest - len(each) for each in tokens], device=model.device)
