@@ -17,6 +17,7 @@ from .options import (
     Tiny,
     VerifierOption,
     merge_overrides,
+    print_next_steps,
     stderr_console,
 )
 
@@ -76,4 +77,8 @@ def generate(
         fps=fps,
         tiny=tiny,
         console=stderr_console(),
+    )
+    print_next_steps(
+        f"open {out / 'sheet.png'}, which shows the samples with their prompts",
+        f"tastemaker score {out} --reward REWARD (see `tastemaker list rewards`)",
     )

@@ -107,7 +107,8 @@ class LoggerConfig:
     def __post_init__(self) -> None:
         if self.type == "tensorboard" and self.project is not None:
             raise ValueError(
-                "'project' is for wandb and trackio; TensorBoard writes into the directory of the run [TM047]"
+                "'project' works with wandb and trackio only, because TensorBoard writes into the run directory; "
+                "remove 'project' [TM047]"
             )
 
 
@@ -124,10 +125,13 @@ class RewardConfig:
     def __post_init__(self) -> None:
         if self.held_out and self.weight:
             raise ValueError(
-                f"'held_out' is true but 'weight' is {self.weight}; set weight to 0 or held_out to false [TM048]"
+                f"'held_out' is true but 'weight' is {self.weight}; set weight to 0, or set held_out to false [TM048]"
             )
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"'clip' is {list(self.clip)}; expected a lower and a higher bound [TM049]")
+            raise ValueError(
+                f"'clip': expected a lower and a higher bound, got {list(self.clip)}; write for example clip: [0, 1] "
+                "[TM049]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,9 @@ class CommonConfig:
 
     def __post_init__(self) -> None:
         if self.name in ("", ".", "..") or any(mark in (self.name or "") for mark in "/\\\0"):
-            raise ValueError(f"'name' is {self.name!r:.60}; expected the name of a directory, without slashes [TM050]")
+            raise ValueError(
+                f"'name': expected a directory name without slashes, got {self.name!r:.60}; choose another name [TM050]"
+            )
 
     @property
     def directory(self) -> Path:

@@ -99,6 +99,14 @@ EXPECTED = {
     "too_long": "{max_length} items",
     "too_short": "at least {min_length} items",
 }  # by pydantic's error type
+EXAMPLES = {
+    "int_type": "8",
+    "int_from_float": "8",
+    "float_type": "0.1 or 1e-4",
+    "tuple_type": "[1, 2]",
+    "dict_type": "{key: value}",
+    "too_short": "[1, 2]",
+}  # of values, by pydantic's error type
 TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -116,7 +124,8 @@ def validate_config(data: object) -> AnyConfig:
     present = [key for key in kinds if isinstance(data, Mapping) and key in data]
     if len(present) > 1:
         raise ConfigError(
-            f"config: found both '{present[0]}' and '{present[1]}'; a recipe trains one, remove the other [TM051]"
+            f"config: found both '{present[0]}' and '{present[1]}', but a recipe trains only one of them; remove "
+            f"'{present[0]}' or '{present[1]}' [TM051]"
         )
     config: AnyConfig = build_component(kinds[present[0]] if present else RunConfig, data)
     return config
@@ -132,13 +141,19 @@ def build_component(kind: type, data: object, where: str = "") -> Any:
         lines = [f"{format_location(start + line['loc'])}: {line['ctx']['text']}" for line in error.errors()]
         raise ConfigError("\n".join(lines)) from None
     except RecursionError as error:
-        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings [TM052]") from error
+        raise ConfigError(
+            f"{where or 'config'}: the settings are nested too deeply; write sections with settings, such as optim: "
+            "{lr: 1e-4} [TM052]"
+        ) from error
 
 
 def require_int64(value: int) -> int:
     """Refuse an integer that does not fit a tensor."""
     if value.bit_length() > 63:
-        raise make_error(f"expected an integer of at most 63 bits, got one of {value.bit_length()} [TM053]")
+        raise make_error(
+            f"expected an integer of at most 63 bits, got an integer of {value.bit_length()} bits; use a smaller "
+            "number [TM053]"
+        )
     return value
 
 
@@ -183,7 +198,9 @@ class SectionReader(ConfigReader):
 
     def read(self, data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise make_error(f"expected a mapping of settings, got {format_value(data)} [TM054]")
+            raise make_error(
+                f"expected a mapping of settings, got {format_value(data)}; write settings as key: value [TM054]"
+            )
         try:
             values = type_adapter_for(self.cls).validate_python(data)
         except ValidationError as error:
@@ -212,12 +229,13 @@ class ComponentReader(ConfigReader):
             raise make_error(f"expected a mapping of settings, got '{data}'; write {{type: {data}}} [TM055]")
         if not isinstance(data, Mapping):
             raise make_error(
-                f"expected a mapping of settings with a 'type', {choices}; got {format_value(data)} [TM056]"
+                f"expected a mapping of settings with a 'type', {choices}, got {format_value(data)}; write for "
+                f"example {{type: {next(iter(registry))}}} [TM056]"
             )
         if "type" not in data:
-            raise make_error(f"'type' is missing; expected {choices} [TM057]")
+            raise make_error(f"'type' is missing; set it to {choices} [TM057]")
         if not isinstance(data["type"], str):
-            raise make_error(f"'type' is {format_value(data['type'])}; expected {choices} [TM058]")
+            raise make_error(f"'type' is {format_value(data['type'])}; set it to {choices} [TM058]")
         try:
             data = resolve_named_dataset(data) if self.kind is DataSpec else data
             data = resolve_function_reward(data) if self.kind is RewardSpec else data
@@ -279,21 +297,26 @@ def check_component_class(cls: type, kind: type, name: str) -> type:
     """Return the class if it is a complete dataclass of the kind, else raise ConfigError."""
     word = COMPONENT_REGISTRIES[kind].kind
     if not is_dataclass(cls):
-        advice = f"expected a frozen one whose fields are the settings of the {word}"
+        advice = f"expected a frozen dataclass whose fields are the settings of the {word}"
         if "from_config" in dir(cls):
             advice += (
-                f"; for a network with from_config use {{type: from_config, class_path: '{name:.60}', params: ...}}"
+                "; for a network with a classmethod from_config write "
+                f"{{type: from_config, class_path: '{name:.60}', params: ...}}"
             )
         raise ConfigError(f"'{name:.60}' is not a dataclass; {advice} [TM059]")
     if not is_protocol(kind) and not issubclass(cls, kind):
         raise ConfigError(
-            f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another class [TM060]"
+            f"'{name:.60}' is not a subclass of {kind.__name__}; derive the class from {kind.__name__}, or name "
+            f"another {word} [TM060]"
         )
     abstract: set[str] = {*cls.__abstractmethods__} if inspect.isabstract(cls) else set()
     required = get_protocol_members(kind) if is_protocol(kind) else {*kind.__annotations__, *abstract}
     missing = sorted(required - ({*dir(cls), *(f.name for f in fields(cls))} - abstract))
     if missing:
-        raise ConfigError(f"'{name:.60}' has no {', '.join(missing)}, which every {word} needs; add it [TM061]")
+        raise ConfigError(
+            f"'{name:.60}' does not define {', '.join(missing)}, which every {word} needs; add the definition to the "
+            "class [TM061]"
+        )
     return cls
 
 
@@ -304,7 +327,10 @@ def type_adapter_for(cls: type) -> TypeAdapter[Any]:
         return mapping_adapter(cls.__name__, field_types(cls))
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); use plain types [TM062]") from error
+        raise ConfigError(
+            f"the fields of {cls.__name__} cannot be used as settings ({reason}); annotate the fields with plain "
+            "types such as int, float, str, bool and tuple [TM062]"
+        ) from error
 
 
 def mapping_adapter(name: str, types: dict[str, Any]) -> TypeAdapter[Any]:
@@ -407,20 +433,26 @@ def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]
     if kind == "extra_forbidden":
         return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_name(str(where[-1]), keys)} [TM820]"
     if kind == "invalid_key" or where[-1:] == ("[key]",):
-        return where[:-2], f"expected names as keys, got {format_value(value)} [TM821]"
+        return where[:-2], f"expected names as keys, got {format_value(value)}; write keys as text [TM821]"
     if kind == "missing" and isinstance(where[-1], int):
-        return where[:-1], f"expected more than {where[-1]} item{'' if where[-1] == 1 else 's'} [TM822]"
+        return where[
+            :-1
+        ], f"expected more than {where[-1]} item{('' if where[-1] == 1 else 's')}; add the missing items [TM822]"
     if kind == "missing":
-        return where[:-1], f"'{where[-1]}' is missing [TM815]"
+        return where[:-1], f"'{where[-1]}' is missing; set a value for '{where[-1]}' [TM815]"
     if kind == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint = registries.VALUE_HINTS.get((str(where[-1]), value)) if where and isinstance(value, str) else None
         advice = f"; {hint}" if hint else suggest_choice(value, choices)
         return where, f"expected {context['expected']}, got {format_value(value)}{advice} [TM823]"
     if kind == "too_long":
-        return where, f"expected {context['max_length']} items, got {context['actual_length']} [TM824]"
+        return (
+            where,
+            f"expected {context['max_length']} items, got {context['actual_length']}; remove the extra items [TM824]",
+        )
     expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
-    return where, f"expected {expected}, got {format_value(value)} [TM825]"
+    example = f"; write for example {EXAMPLES[kind]}" if kind in EXAMPLES else ""
+    return where, f"expected {expected}, got {format_value(value)}{example} [TM825]"
 
 
 def find_key_paths(cls: type, settings: Mapping[str, Any], key: str, prefix: str = "") -> list[str]:

@@ -124,9 +124,11 @@ class ModelSpec(ABC):
     def to_diffusers(self, tensors: Mapping[str, Tensor]) -> DiffusersConversion:
         """The network under diffusers' names; refused where diffusers computes something else."""
         raise ConfigError(
-            f"--layout: diffusers has no network like that of {type(self).__name__}; leave it out [TM086]"
+            f"--layout: diffusers does not have a network like that of {type(self).__name__}; remove --layout [TM086]"
         )
 
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
         """The text encoders alone, to embed prompts beforehand."""
-        raise ConfigError("embed: this model has no text encoder of its own; name one of another type [TM087]")
+        raise ConfigError(
+            "embed: this model does not have a text encoder; give a recipe or model that has one, such as flux [TM087]"
+        )

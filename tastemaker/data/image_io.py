@@ -47,13 +47,18 @@ def save_image(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
     suffix, frames = path.suffix.lower(), to_uint8(pixels)
     if suffix not in {*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX, FRAMES_SUFFIX}:
         raise ImageError(
-            f"{path} cannot be written; expected a name that ends in one of {WRITABLE_SUFFIXES}, {FRAMES_SUFFIX}"
-            " [TM163]"
+            f"{path} cannot be written, because its file type is not supported; use a name that ends in "
+            f"{WRITABLE_SUFFIXES} or {FRAMES_SUFFIX} [TM163]"
         )
     if frames_per_second < 1:
-        raise ImageError(f"{path} would have {frames_per_second} frames per second; expected 1 or more [TM164]")
+        raise ImageError(
+            f"{path}: expected at least 1 frame per second, got {frames_per_second} frames per second; pass a higher "
+            "rate [TM164]"
+        )
     if suffix in IMAGE_FORMATS and suffix != ".png" and len(frames) > 1:
-        raise ImageError(f"{path} cannot hold {len(frames)} frames; write them as .png, .mp4 or .gif [TM165]")
+        raise ImageError(
+            f"{path} cannot store {len(frames)} frames; use a name that ends in .png, .mp4 or .gif [TM165]"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     if suffix == FRAMES_SUFFIX:
@@ -89,9 +94,9 @@ def read_image(path: Path) -> Tensor:
     if path.is_dir():
         return _read_frames(path)
     if not path.is_file():
-        raise ImageError(f"there is no image at {path}; check the path [TM166]")
+        raise ImageError(f"the image {path} does not exist; check the path [TM166]")
     if path.suffix.lower() not in {*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES}:
-        raise ImageError(f"{path} is no image or video that can be read; expected one of {READABLE_SUFFIXES} [TM167]")
+        raise ImageError(f"{path} is not a supported image or video; expected one of {READABLE_SUFFIXES} [TM167]")
     if path.suffix.lower() in VIDEO_SUFFIXES:
         with image_errors(str(path), "a video"):
             return torch.from_numpy(_import_video_io(path).read_video(path)).movedim(-1, -3) / 255
@@ -109,21 +114,23 @@ def _read_frames(folder: Path) -> Tensor:
     if not files or unnumbered:
         content = unnumbered or "no image"
         raise ImageError(
-            f"{folder} is no video: it holds {content}; expected frames such as 00000.png, 00001.png [TM168]"
+            f"{folder} is not a video folder, because it contains {content}; name the frames 00000.png, 00001.png "
+            "and so on [TM168]"
         )
     order = {int(number[1]): file for file, number in numbers.items() if number}
     missing = sorted({*range(min(order), max(order) + 1)} - {*order})
     if missing or len(order) < len(files):
         problem = f"frame {missing[0]} is missing" if missing else "two frames have the same number"
         raise ImageError(
-            f"{folder} is no complete video: {problem}; expected each number from {min(order)} on once [TM169]"
+            f"{folder} is not a complete video: {problem}; number the frames from {min(order)} on without gaps [TM169]"
         )
     frames = [read_image(order[number])[0] for number in sorted(order)]
     sizes = {tuple(frame.shape[1:]): None for frame in frames}
     if len(sizes) > 1:
         (height, width), (other_height, other_width), *_ = sizes
         raise ImageError(
-            f"{folder} has frames of {height}x{width} and {other_height}x{other_width}; expected one size [TM170]"
+            f"{folder} has frames of {height}x{width} and {other_height}x{other_width} pixels; resize all frames "
+            "to one size [TM170]"
         )
     return torch.stack(frames)
 
@@ -161,7 +168,7 @@ def decode_image(data: bytes, name: str, limit: int) -> Tensor:
         for frame in ImageSequence.Iterator(image):
             remaining -= 3 * frame.width * frame.height
             if remaining < 0:
-                raise ImageError(f"{name} decodes to more than {limit} values; send a smaller one [TM171]")
+                raise ImageError(f"{name} decodes to more than {limit} values; send a smaller image [TM171]")
             frames.append(_rgb(frame))
         return torch.stack(frames)
 
@@ -181,7 +188,12 @@ def image_errors(name: str, kind: str = "an image") -> Iterator[None]:
     except ImageError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove it [TM172]") from error
+        raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove this file [TM172]") from error
+
+
+def pil_to_pixels(image: Image.Image) -> Tensor:
+    """The pixels [1, 3, H, W] in [0, 1] of an image in memory, transparent parts over white."""
+    return _rgb(image)[None]
 
 
 def _rgb(image: Image.Image) -> Tensor:
@@ -199,12 +211,12 @@ def _import_video_io(path: Path) -> Any:
     try:
         from . import video_io
     except ImportError as error:
-        raise ImageError(f"{path} needs PyAV ({error}); install av, or use .gif [TM173]") from error
+        raise ImageError(f"{path} needs PyAV ({error}); run `pip install av`, or use .gif [TM173]") from error
     return video_io
 
 
 MIN_CELL_SIZE = 160  # pixels of the longer side of a sample in a grid
-CAPTION_HEIGHT = 32  # pixels
+CAPTION_HEIGHT = 32  # pixels of two lines
 
 
 def grid_upscale(height: int, width: int, min_size: int = MIN_CELL_SIZE) -> int:
@@ -221,15 +233,23 @@ def grid_boxes(count: int, height: int, width: int) -> list[tuple[int, int, int,
 
 
 def make_grid(
-    pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), min_size: int = MIN_CELL_SIZE
+    pixels: Tensor,
+    columns: int | None = None,
+    captions: Sequence[str] = (),
+    min_size: int = MIN_CELL_SIZE,
+    notes: Sequence[str] = (),
 ) -> Tensor:
-    """A grid of samples [B, F, 3, H, W], small ones enlarged to `min_size` pixels: [F, 3, H', W']."""
+    """A grid of samples [B, F, 3, H, W], small ones enlarged to `min_size` pixels: [F, 3, H', W'].
+
+    `captions` are at most two lines each, `notes` one more line each below them.
+    """
     columns = columns or math.ceil(math.sqrt(len(pixels)))
     scale = grid_upscale(pixels.shape[-2], pixels.shape[-1], min_size)
     cells = pixels.detach().float().cpu().repeat_interleave(scale, -1).repeat_interleave(scale, -2)
-    if captions:
-        labels = torch.stack([_draw_caption(caption, cells.shape[-1]) for caption in captions])  # [B, 3, h, W]
-        cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
+    for texts, lines in ((captions, 2), (notes, 1)):
+        if texts:
+            labels = torch.stack([_draw_caption(text, cells.shape[-1], lines) for text in texts])  # [B, 3, h, W]
+            cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
     cells = torch.nn.functional.pad(cells, (2, 2, 2, 2), value=1.0)
     rows = math.ceil(len(cells) / columns)
     blank = cells.new_ones(rows * columns - len(cells), *cells.shape[1:])
@@ -250,7 +270,7 @@ def make_contact_sheet(pixels: Tensor, captions: Sequence[str] = (), frames: int
 def _draw_caption(caption: str, width: int, lines: int = 2, size: int = 12) -> Tensor:
     """Black text on white, wrapped and truncated to fit: [3, h, width]."""
     font = ImageFont.load_default(size)
-    image = Image.new("RGB", (width, CAPTION_HEIGHT), "white")
+    image = Image.new("RGB", (width, CAPTION_HEIGHT * lines // 2), "white")
     ImageDraw.Draw(image).multiline_text((2, 1), _wrap(caption, font, width - 4, lines), "black", font, spacing=3)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 

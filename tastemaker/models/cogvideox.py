@@ -134,7 +134,8 @@ def rotary_embedding(
     """Return cosines and sines of the rotary positions, which 5B has; 2B adds positions to its latents."""
     if config.patch_size_t is not None:
         raise ConfigError(
-            "model.weights is CogVideoX 1.5, which takes frames by twos; expected 2B or 5B of 1.0 [TM422]"
+            "model.weights: CogVideoX 1.5 is not supported, because it groups frames in pairs; use CogVideoX 2B "
+            "or 5B (version 1.0) [TM422]"
         )
     if not config.use_rotary_positional_embeddings:
         return None

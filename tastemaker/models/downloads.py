@@ -8,7 +8,6 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..config.catalog import default_spec
 from ..config.load import YAML_SUFFIXES, list_recipes, list_trainable_recipes, load_any_config, read_recipe
@@ -16,6 +15,7 @@ from ..config.registries import AUTOENCODERS, MODELS, REWARDS
 from ..config.required_files import published_sources as config_sources
 from ..config.schema import JudgeRunConfig
 from ..config.validate import build_component
+from ..console import Table, format_bytes
 from ..core.autoencoder import AutoencoderSpec
 from ..core.cards import PUBLISHED_JUDGES, parse_hub_id
 from ..core.errors import DownloadError as DownloadError
@@ -91,7 +91,8 @@ def required_sources(name: str) -> list[WeightsSource]:
         return [parse_hub_id(name)]
     known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS, *PUBLISHED_SHOWO, *PUBLISHED_JUDGES]
     raise ConfigError(
-        f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest_name(name, known_names)} [TM425]"
+        f"download: '{name:.60}' is not a recipe, reward, model or hub id such as "
+        f"owner/name{suggest_name(name, known_names)} [TM425]"
     )
 
 
@@ -144,16 +145,12 @@ def required_files(hub: str, folder: str = "") -> dict[str, int]:
     files = [PurePosixPath(name) for name in select_needed_files(list(sizes))]
     if not files:
         raise DownloadError(
-            f"{folder or hub} has no weights in a supported format; see its page, or name another repository [TM426]"
+            f"{WeightsSource(hub, folder=folder)} does not contain weights in a supported format; see its page on the "
+            "hub, or give another repository [TM426]"
         )
     depth = len(PurePosixPath(folder).parts) + 1
     order = sorted(files, key=lambda path: (len(path.parts) == depth, path.suffix == ".json", path.name == CONFIG_FILE))
     return {str(name): sizes[str(name)] for name in order}
-
-
-def format_bytes(count: int) -> str:
-    """A size in GB or MB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 @contextmanager
@@ -170,13 +167,15 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise DownloadError(
-            f"the hub has no public repository {source.hub}; check the name at {page} [TM428]"
+            f"the hub does not have a public repository {source.hub}; check the name at {page} [TM428]"
         ) from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise hub_error(source, error) from error
         missing = f"file '{source.file}'" if source.file else f"folder '{source.folder}'"
-        raise DownloadError(f"{source.hub} has no {missing}; see {page}/tree/main [TM429]") from error
+        raise DownloadError(
+            f"{source.hub} does not contain the {missing}; see the files at {page}/tree/main [TM429]"
+        ) from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise hub_error(source, error) from error
     except Exception as error:  # of the HTTP library
@@ -188,7 +187,6 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
 def hub_error(source: WeightsSource, error: Exception) -> DownloadError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return DownloadError(
-        f"{source} could not be downloaded ({reason}); run the command again to resume once the hub can be reached, "
-        "or copy the file to this machine and give its path"
-        " [TM430]"
+        f"{source} could not be downloaded ({reason}); run the command again to resume, or copy the file to this "
+        "machine and give its path [TM430]"
     )

@@ -112,7 +112,9 @@ class LtxSpec(VideoTransformerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.fps <= 1000:
-            raise ValueError(f"'fps' is {self.fps}; expected frames per second, above 0 and at most 1000 [TM465]")
+            raise ValueError(
+                f"'fps': expected frames per second above 0 and at most 1000, got {self.fps}; correct 'fps' [TM465]"
+            )
 
     def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
         return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=False)

@@ -106,13 +106,13 @@ class VideoCompression:
         if (frames - 1) % self.chunk_frames or not 1 <= frames <= 1025:
             nearest = max(0, round((frames - 1) / self.chunk_frames)) * self.chunk_frames + 1
             raise ValueError(
-                f"'frames' is {frames}; expected one more than a multiple of {self.chunk_frames}, such as {nearest}"
-                " [TM539]"
+                f"'frames': expected one more than a multiple of {self.chunk_frames}, got {frames}; set for "
+                f"example frames: {nearest} [TM539]"
             )
         unit = self.patch_size * self.spatial_ratio
         for name, length in (("height", height), ("width", width)):
             if length % unit:
-                raise ValueError(f"'{name}' is {length}; expected a multiple of {unit} [TM540]")
+                raise ValueError(f"'{name}': expected a multiple of {unit}, got {length}; change '{name}' [TM540]")
 
 
 class VideoSpec(PublishedSpec):
@@ -211,9 +211,8 @@ def check_clip_shape(pixels: Tensor, expected: tuple[int, int, int, int]) -> Non
     if tuple(pixels.shape[1:]) != expected:
         (data_frames, _, data_height, data_width), (frames, _, height, width) = pixels.shape[1:], expected
         raise ConfigError(
-            f"the clips are {data_frames} frames of {data_width}x{data_height} and the model makes {frames} of "
-            f"{width}x{height}; set data.image_size, or model.frames, model.height and model.width"
-            " [TM541]"
+            f"the videos are {data_frames} frames of {data_width}x{data_height}, but the model generates {frames} "
+            f"of {width}x{height}; set data.image_size, or model.frames, model.height and model.width [TM541]"
         )
 
 

@@ -161,8 +161,8 @@ class WanBackbone(VideoBackbone):
         boundary_ratio = self.spec.boundary_ratio
         if components.full_size and boundary_ratio is not None:
             raise ConfigError(
-                "random weights of a published size are those of one transformer; leave model.boundary_ratio out"
-                " [TM542]"
+                "model.boundary_ratio: random weights of a published size have one transformer only; remove "
+                "model.boundary_ratio [TM542]"
             )
         first = components.load_trainable("transformer", WanTransformer3DModel)
         if boundary_ratio is not None:
@@ -170,9 +170,8 @@ class WanBackbone(VideoBackbone):
             return NoiseLevelExperts(first, second, boundary_ratio)
         if components.path is not None and (components.path / "transformer_2").is_dir():
             raise ConfigError(
-                f"{components.path} holds two transformers, expected the time at which they take turns; set "
-                "model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B)"
-                " [TM543]"
+                f"model.boundary_ratio: {components.path} contains two transformers, so the time of the switch "
+                "between them is needed; set model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B) [TM543]"
             )
         return first
 
@@ -184,10 +183,9 @@ class WanBackbone(VideoBackbone):
         channels, factor = vae.config.z_dim, vae.config.scale_factor_spatial
         if (channels, factor) != (spec.latent_channels, spec.downsample_factor):
             raise ConfigError(
-                f"model: the autoencoder of '{spec.weights:.200}' has {channels} channels and factor {factor}, the "
-                f"settings say {spec.latent_channels} and {spec.downsample_factor}; set "
-                f"model.latent_channels={channels} and model.downsample_factor={factor}"
-                " [TM544]"
+                f"model: the autoencoder of '{spec.weights:.200}' has {channels} channels and downsample factor "
+                f"{factor}, but the settings are {spec.latent_channels} and {spec.downsample_factor}; set "
+                f"model.latent_channels={channels} and model.downsample_factor={factor} [TM544]"
             )
         return FrozenVideoVae.from_network(vae, wan_decoder(vae, spec.checkpoint_decoder))
 

@@ -43,7 +43,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
         DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps)  # checks the settings they share
         if self.group_size < 2:
             raise ValueError(
-                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt for a pair [TM312]"
+                f"'group_size': expected at least 2 samples per prompt to form a pair, got {self.group_size}; "
+                "raise 'group_size' [TM312]"
             )
         valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
         require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")

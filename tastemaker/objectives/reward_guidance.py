@@ -34,15 +34,14 @@ def make_guidance_batch(
     """Advantages of the log reward named, or of the weighted sum if no name is given."""
     if reward_name and reward_name not in scores.rewards:
         raise ConfigError(
-            f"objective.reward_guidance_name: there is no reward '{reward_name:.60}'; name one of "
-            f"{', '.join(scores.rewards)}"
-            " [TM310]"
+            f"objective.reward_guidance_name: unknown reward '{reward_name:.60}'; choose one of "
+            f"{', '.join(scores.rewards)} [TM310]"
         )
     if not trajectory.segments:
         raise ConfigError(
-            "objective.reward_guidance_coef: the sampler is deterministic, so that no action can be made likelier; use "
-            "a stochastic one, or set reward_guidance_coef to 0"
-            " [TM311]"
+            "objective.reward_guidance_coef: the sampler is deterministic, so its actions have no probabilities "
+            "to raise; use a stochastic sampler (process.dynamics), or set objective.reward_guidance_coef=0 "
+            "[TM311]"
         )
     reward = scores.rewards[reward_name] if reward_name else scores.total
     log_reward = reward.clamp(min=MIN_REWARD).log().view(-1, group_size)
@@ -66,6 +65,6 @@ def check_guidance_name(name: str, coef: float) -> None:
     """Refuse the name of a guiding reward without a weight."""
     if name and not coef:
         raise ValueError(
-            f"'reward_guidance_name' is {name!r:.60}, but 'reward_guidance_coef' is 0; set it to a weight such as 0.1"
-            " [TM313]"
+            f"'reward_guidance_name' is {name!r:.60}, but 'reward_guidance_coef' is 0; "
+            "set 'reward_guidance_coef' to a weight such as 0.1, or remove 'reward_guidance_name' [TM313]"
         )

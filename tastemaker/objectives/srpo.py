@@ -111,9 +111,8 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
     def __post_init__(self) -> None:
         if not 0 <= self.timestep_range[0] < self.timestep_range[1] <= self.num_grid_steps:
             raise ValueError(
-                f"'timestep_range' is {list(self.timestep_range)}; expected two rising indices within "
-                f"{self.num_grid_steps} grid steps"
-                " [TM319]"
+                f"'timestep_range': expected two increasing indices from 0 to {self.num_grid_steps}, the number "
+                f"of grid steps, got {list(self.timestep_range)}; correct 'timestep_range' [TM319]"
             )
         require_settings(
             self,
@@ -130,12 +129,14 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         )
         if not self.branches or (self.relative and not (self.positive_words and self.negative_words)):
             raise ValueError(
-                "no branches or no control words; expected at least one of each, or relative: false [TM320]"
+                "'branches', 'positive_words' or 'negative_words' is empty; add at least one entry to each, or "
+                "set relative: false to train without control words [TM320]"
             )
         rest = self.template.replace("{prompt}", "").replace("{word}", "")
         if "{prompt}" not in self.template or "{" in rest or "}" in rest:
             raise ValueError(
-                f"'template' is {self.template!r:.60}; expected {{prompt}}, {{word}} and plain text [TM321]"
+                "'template': expected text with {prompt} and {word} and without other braces, got "
+                f"{self.template!r:.60}; write for example {{word}}. {{prompt}} [TM321]"
             )
 
     def experience_per_prompt(self) -> int:
@@ -160,7 +161,8 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         offline = self.offline_steps is None or ctx.rng.step < self.offline_steps
         if batch.images is None and offline and self.offline_steps is not None:
             raise ConfigError(
-                "objective.offline_steps: the data has no images; set data.type to prompts_with_images [TM322]"
+                "objective.offline_steps: the data does not contain images; set data.type to "
+                "prompts_with_images, or remove objective.offline_steps [TM322]"
             )
         if batch.images is None or not offline:
             sample = ctx.sample(cond, start)

@@ -26,9 +26,8 @@ def split_data_parallel(
         return comm, None
     if comm.world_size % size:
         raise TrainingError(
-            f"engine.context_parallel is {size}, which does not divide the {comm.world_size} ranks of this run; "
-            f"start a multiple of {size} ranks or change engine.context_parallel"
-            " [TM265]"
+            f"engine.context_parallel: {size} does not divide the {comm.world_size} ranks of this run; start a "
+            f"multiple of {size} ranks, or change engine.context_parallel [TM265]"
         )
     groups = comm.world_size // size
     # diffusers looks for the dimensions "ring" and "ulysses".
@@ -45,9 +44,8 @@ def enable_context_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     plan, count = getattr(net, "_cp_plan", None), mesh["ulysses"].size()
     if plan is None:
         raise TrainingError(
-            f"engine.context_parallel is {count}, but {type(net).__name__} does not support context parallelism; "
-            "set engine.context_parallel to 1"
-            " [TM266]"
+            f"engine.context_parallel: {type(net).__name__} does not support context parallelism, got {count}; "
+            "set engine.context_parallel=1 [TM266]"
         )
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
@@ -72,9 +70,9 @@ def _pad_and_check(count: int, net: nn.Module, inputs: Any, named: dict[str, Any
     text_tokens, image_tokens = (named[name].shape[1] for name in ("encoder_hidden_states", "hidden_states"))
     if image_tokens % count or text_tokens % count or heads % count:
         raise TrainingError(
-            f"{image_tokens} image tokens, {text_tokens} text tokens and {heads} heads cannot be split over {count} "
-            "ranks; change the image size, model.max_text_tokens or engine.context_parallel"
-            " [TM267]"
+            f"engine.context_parallel: {image_tokens} image tokens, {text_tokens} text tokens and {heads} heads "
+            f"cannot be split over {count} ranks; change the image size, model.max_text_tokens or "
+            "engine.context_parallel [TM267]"
         )
     return inputs, named
 

@@ -17,6 +17,7 @@ from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
 from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
+from ..console import in_notebook
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
@@ -29,6 +30,7 @@ from .events import Event, TrainingFinished
 from .loggers.html_report import HtmlReportLogger
 from .loggers.jsonl import JsonlLogger
 from .loggers.logger import Logger, LoggerCollection
+from .loggers.notebook import NotebookProgressLogger
 from .loggers.progress import ProgressLogger
 from .loggers.sample_grids import SampleGridLogger
 from .loop import train
@@ -48,7 +50,8 @@ class TimeEstimator(Logger, Protocol):
 def build_loggers(config: AnyConfig, console: Console, timer: TimeEstimator | None = None) -> LoggerCollection:
     """Return the loggers of a run: metrics.jsonl, progress, sample grids and report, and those in `loggers`."""
     frames = config.model.frames if isinstance(config, RunConfig) else 1
-    progress = ProgressLogger(console, frames=frames, remaining_time=timer.text if timer else None)
+    progress_type = NotebookProgressLogger if in_notebook() and not console.quiet else ProgressLogger
+    progress = progress_type(console, frames=frames, remaining_time=timer.text if timer else None)
     loggers: list[Logger] = [JsonlLogger(), *([timer] if timer else []), progress, SampleGridLogger()]
     loggers += [build_logger(each, config) for each in config.loggers]
     return LoggerCollection([*loggers, HtmlReportLogger(console)], console)
@@ -173,8 +176,8 @@ def run_training(
     """
     if resume is not None and init_from is not None:
         raise ConfigError(
-            "--resume and --init-from were both given; --resume restores everything, --init-from only the weights"
-            " [TM301]"
+            "--resume and --init-from cannot be combined; use --resume to restore everything, or --init-from to "
+            "load only the weights [TM301]"
         )
     config = require_valid(make_tiny_any(config) if tiny else config)
     directory = config.directory
@@ -182,8 +185,8 @@ def run_training(
     latest = run_directory.claim_run_directory(config, directory, allow_change)
     if latest is not None and (resume or init_from):
         raise ConfigError(
-            f"{directory} already has checkpoints; choose another name=... for a run that starts from other weights"
-            " [TM302]"
+            f"{directory} already contains checkpoints; choose another name=... for a run that starts from other "
+            "weights [TM302]"
         )
     run = build_run(config, directory, init_from)
     try:
