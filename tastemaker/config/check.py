@@ -27,7 +27,9 @@ from ..core.types import (
 )
 from ..data.joint import JointData
 from ..data.toy import ToyImages, ToyPairs
-from ..objectives.reward_gradient import RewardGradient, is_single_frame
+from ..objectives.reward_gradient import RewardGradient
+from ..objectives.scored_frames import is_single_frame
+from ..objectives.srpo import SRPO
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
@@ -191,7 +193,7 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
 
 def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
     objective, frames = config.objective, config.model.frames
-    if not isinstance(objective, RewardGradient):
+    if not isinstance(objective, RewardGradient | SRPO):
         return None
     try:
         single = is_single_frame(objective.frames, frames)
@@ -261,6 +263,12 @@ def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
 
 def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
     size = config.engine.context_parallel
+    if size > 1 and not (isinstance(config, RunConfig) and config.model.supports_context_parallel):
+        return (
+            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, Qwen-Image, Wan and LTX only; "
+            "set engine.context_parallel=1"
+            " [TM920]"
+        )
     if world_size == 1 or world_size % size == 0:
         return None
     return (

@@ -53,7 +53,7 @@ class EngineConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
     hsdp_replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold all weights
-    context_parallel: PositiveInt = 1  # ranks that split the tokens of a sample; FLUX and Qwen-Image only
+    context_parallel: PositiveInt = 1  # ranks that share the tokens of a sample; FLUX, Qwen-Image, Wan and LTX only
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: the best for the device
     reduce_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # of gradients between ranks
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of trained weights; bf16 rounds stochastically

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -69,6 +69,8 @@ class DiffusersConversion:
 
 class ModelSpec(ABC):
     """The settings of a model, a frozen dataclass; `load` builds the backbone."""
+
+    supports_context_parallel: ClassVar[bool] = False  # whether ranks can share tokens (`engine.context_parallel`)
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Protocol, Self, cast
 
 import torch
 from pydantic import Field
@@ -19,12 +19,20 @@ from ..core.weights import NetworkTraits
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
 from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
 from .text_encoders import TextEncoder, TextEncoders, disable_autocast
+from .tiled_decoding import decode_in_tiles
 
 VideoSide = Annotated[int, Field(ge=16, le=4096)]
 TextTokenCount = Annotated[int, Field(ge=1, le=1024)]
 ConditioningTensors = Mapping[str, Tensor]
-# Decodes some frames of raw latents [B, C, f, h, w]: [B, 3, frames, H, W] in [-1, 1].
-DecodeFrames = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+class DecodeFrames(Protocol):
+    """Decodes some frames of raw latents [B, C, f, h, w]: [B, 3, frames, H, W] in [-1, 1]."""
+
+    def __call__(self, raw: Tensor, /, frames: Sequence[int]) -> Tensor: ...
+
+
+TileSize = Annotated[int, Field(ge=64)]  # pixels per side
 VIDEO_TRAITS = NetworkTraits(lora_targets=ATTENTION_LAYERS)
 
 
@@ -37,6 +45,7 @@ class FrozenVideoVae:
     scale: Tensor
     decode_frames: DecodeFrames
     per_frame_encoder: bool = False  # the encoder is that of an image VAE
+    tile: int | None = None  # latents per side of the tiles that are decoded one at a time; None: whole frames
 
     @classmethod
     def from_network(cls, net: Any, decode_frames: DecodeFrames, *, per_frame_encoder: bool = False) -> FrozenVideoVae:
@@ -67,7 +76,7 @@ class FrozenVideoVae:
     def _decode(self, latents: Tensor, frames: Sequence[int]) -> Tensor:
         raw = (latents.transpose(1, 2) / self.scale + self.shift).to(self.net.dtype)
         with disable_autocast(raw):
-            pixels = self.decode_frames(raw, frames).float()
+            pixels = decode_in_tiles(partial(self.decode_frames, frames=frames), raw, self.tile).float()
         return (pixels / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
@@ -128,6 +137,7 @@ class VideoTransformerSpec(VideoSpec):
 
     backbone_class: ClassVar[type[VideoBackbone]]
     checkpoint_decoder: bool
+    decode_tile_size: int | None
     max_text_tokens: int
 
     @property
@@ -164,7 +174,9 @@ class VideoBackbone(TextConditionedBackbone):
     def __init__(self, spec: VideoTransformerSpec, placement: Placement) -> None:
         components = spec.components(placement)
         self.spec, self.traits = spec, VIDEO_TRAITS
-        self.autoencoder = self.load_vae(components)
+        tile_size = spec.decode_tile_size
+        tile = None if tile_size is None else max(1, tile_size // spec.compression.spatial_ratio)
+        self.autoencoder = replace(self.load_vae(components), tile=tile)
         self.net = self.load_network(components)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.height, spec.width)

@@ -25,6 +25,7 @@ from .video_backbone import (
     DecodeFrames,
     FrozenVideoVae,
     TextTokenCount,
+    TileSize,
     VideoBackbone,
     VideoCompression,
     VideoSide,
@@ -252,8 +253,10 @@ class WanSpec(VideoTransformerSpec):
     downsample_factor: int = 8  # pixels per latent and side; 16 for Wan2.2-TI2V-5B
     max_text_tokens: TextTokenCount = 512  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, latent by latent
+    decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = WAN
     backbone_class = WanBackbone
 

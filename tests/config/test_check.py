@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from tastemaker.config.check import StepCounts, compute_step_counts, find_problems, require_valid, torchrun_world_size
-from tastemaker.config.load import load
+from tastemaker.config.load import load, load_any_config
 from tastemaker.core.registry import ConfigError
 from tastemaker.objectives.reward_gradient import RewardGradient
 
@@ -158,10 +158,16 @@ def test_context_parallel_ranks_share_prompts() -> None:
     assert problem.startswith("engine.context_parallel: 3 ranks")
 
 
+@pytest.mark.parametrize("recipe", ["vader-cogvideox-hps", "flowgrpo-sd35", "vae-playground"])
+def test_context_parallel_of_other_models_is_refused(recipe: str) -> None:
+    problems = find_problems(load_any_config(recipe, ["engine.context_parallel=2"]), world_size=2)
+    assert any("engine.context_parallel: 2" in problem and "TM920" in problem for problem in problems)
+
+
 @pytest.mark.parametrize("other", ["compile=true", "strategy=fsdp", "context_parallel=2"])
 def test_cuda_graphs_exclude_compile_and_sharding(other: str) -> None:
     assert find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true"])) == []
-    (problem,) = find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true", f"engine.{other}"]))
+    *_, problem = find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true", f"engine.{other}"]))
     assert problem.startswith("engine.cuda_graphs: ") and f"engine.{other.partition('=')[0]}" in problem
 
 
