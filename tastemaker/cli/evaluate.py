@@ -65,16 +65,12 @@ def evaluate(
         from ..evaluation.geneval import parse_detector
         from ..training.precision import choose_placement
 
-        benchmark_run.score_folder(
-            benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata),
-            images,
+        loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
+        spec, placement = (
             parse_detector(detector, self_test=not skip_self_test),
-            out,
             choose_placement(device or "auto", "fp32"),
-            tiny=tiny,
-            console=stderr_console(),
         )
-        print_next_steps("tastemaker evaluate geneval --model RUN, to compare with a model of yours")
+        benchmark_run.score_folder(loaded, images, spec, out, placement, tiny=tiny, console=stderr_console())
         return
     from .. import api
     from ..search.settings import parse_candidates

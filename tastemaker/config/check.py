@@ -18,14 +18,9 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import (
     ImageBatch,
-    JointBatch,
-    LatentBatch,
-    PreferenceBatch,
     PromptBatch,
     QuestionAnswerBatch,
-    TokenBatch,
 )
-from ..data.joint import JointData
 from ..data.toy import ToyImages, ToyPairs
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.scored_frames import is_single_frame
@@ -33,6 +28,7 @@ from ..objectives.srpo import SRPO
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
+from .data_checks import BATCH_NAMES, DATA_TYPES, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from .validate import build_component
@@ -43,22 +39,6 @@ if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` do
 Rule = Callable[[RunConfig, int], str | None]
 CommonRule = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
-
-BATCH_NAMES = {
-    PromptBatch: "prompts",
-    ImageBatch: "captioned images",
-    PreferenceBatch: "preference pairs",
-    TokenBatch: "tokens",
-    LatentBatch: "latents",
-    QuestionAnswerBatch: "questions with answers",
-    JointBatch: "captioned images, texts and questions",
-}
-DATA_TYPES = {
-    PromptBatch: "prompts or prompt_file",
-    ImageBatch: "toy_images or captioned_folder",
-    PreferenceBatch: "toy_pairs or pair_file",
-    JointBatch: "joint",
-}  # registered types that yield such batches
 
 
 def check_model_process(config: RunConfig, world_size: int) -> str | None:
@@ -88,30 +68,6 @@ def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
     return (
         f"process.dynamics: the objective '{name}' needs a stochastic sampler, but this sampler is deterministic; set "
         f"process.dynamics.type to {advice} [TM782]"
-    )
-
-
-def check_objective_data(config: RunConfig, world_size: int) -> str | None:
-    batch_type, expected = config.data.batch_type, config.objective.consumes
-    if batch_type is expected or batch_type in config.objective.also_consumes:
-        return None
-    needs, yields = (BATCH_NAMES.get(kind, kind.__name__) for kind in (expected, batch_type))
-    names = component_name(config.objective), component_name(config.data)
-    advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
-    return (
-        f"data.type: the objective '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
-    )
-
-
-def check_joint_batch(config: RunConfig, world_size: int) -> str | None:
-    data = config.data
-    if not isinstance(data, JointData) or config.batch.prompts % sum(data.counts) == 0:
-        return None
-    kinds = " + ".join(map(str, data.counts))
-    return (
-        f"batch.prompts: {config.batch.prompts} samples cannot be divided in the proportions {kinds} of the data; "
-        f"set it to a multiple of {sum(data.counts)}"
-        " [TM905]"
     )
 
 

@@ -12,7 +12,7 @@ import toys
 from torch import Tensor
 
 from tastemaker.config.build import build, make_tiny
-from tastemaker.config.check import check_joint_batch
+from tastemaker.config.data_checks import check_joint_batch
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import ImageBatch, JointBatch, select_rows
