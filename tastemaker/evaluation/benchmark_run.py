@@ -180,7 +180,8 @@ def describe_settings(
     if options.search.uses_verifier and options.verifier == "run":
         judge = {name: to_plain(reward, None) for name, reward in config.rewards.items()}
     elif options.search.uses_verifier:
-        judge = to_plain(parse_reward(options.verifier, "--verifier")[1], None)
+        spec = parse_reward(options.verifier, "--verifier")[1]
+        judge = to_plain(spec.tiny() if tiny else spec, None)
     return {
         "recipe": config.name or "run",
         "weights": weights,
