@@ -33,11 +33,13 @@ class JointDataset(Dataset):
         return -(-len(self.sources[0]) // self.counts[0]) * sum(self.counts)
 
     def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> JointBatch:
-        period = sum(self.counts)
-        if batch_size % (period * world_size):
-            positions = rank_range(step, batch_size, rank, world_size)
+        positions, cycles = rank_range(step, batch_size, rank, world_size), batch_size // sum(self.counts)
+        if batch_size % sum(self.counts):
             return concatenate([self._sample(position) for position in positions])
-        cycles = batch_size // period
+        if cycles % world_size:  # ranks cut through a cycle, so each loads all of them
+            first = step * batch_size
+            rows = torch.arange(positions.start - first, positions.stop - first)
+            return select_rows(self.batch(step, batch_size, 0, 1), rows)
         parts: list[Any] = [
             source.batch(step, count * cycles, rank, world_size)
             for source, count in zip(self.sources, self.counts, strict=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..core.objective import Context, Objective, drop_prompts, require_settings
-from ..core.policy import Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, JointBatch, Loss, Metadata, to_device
+from ..processes.masked import MaskedProcess
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class JointExperience:
 
 
 @dataclass(frozen=True)
-class JointLikelihood(Objective[Process, JointBatch, JointExperience, None]):
+class JointLikelihood(Objective[MaskedProcess, JointBatch, JointExperience, None]):
     """Image generation, language modeling and understanding in one loss: the weighted sum of the mean of each kind.
 
     Every sample counts the same within its kind, however many tokens it has. Needs a model with text and image tokens
@@ -42,6 +42,7 @@ class JointLikelihood(Objective[Process, JointBatch, JointExperience, None]):
     lm_coef: float = 0.1  # weight of next-token prediction of texts
     mmu_coef: float = 1.0  # weight of next-token prediction of answers about images
     prompt_dropout: float = 0.1  # share of captions dropped, for classifier-free guidance
+    needs: ClassVar[type] = MaskedProcess
     consumes: ClassVar[type] = JointBatch
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class JointLikelihood(Objective[Process, JointBatch, JointExperience, None]):
         require_settings(self, "t2i_coef lm_coef mmu_coef prompt_dropout", valid, expected)
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Process], batch: JointBatch) -> JointExperience:
+    def collect(self, ctx: Context[MaskedProcess], batch: JointBatch) -> JointExperience:
         device = ctx.rng.rows.device
         dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
         cond = ctx.policy.embed(drop_prompts(batch.prompts, dropped))
@@ -65,7 +66,7 @@ class JointLikelihood(Objective[Process, JointBatch, JointExperience, None]):
     def parts(self, experience: JointExperience) -> Sequence[None]:
         return (None,)
 
-    def loss(self, ctx: Context[Process], experience: JointExperience, part: None) -> Loss:
+    def loss(self, ctx: Context[MaskedProcess], experience: JointExperience, part: None) -> Loss:
         """Negative log-likelihood per token, weighted such that the mean over the batch is the sum over the kinds."""
         policy, conversations = ctx.policy, experience.conversations
         noisy = policy.corrupt(experience.x, experience.rng, draw=ctx.epoch)
