@@ -24,6 +24,7 @@ from ..core.types import Placement
 from ..core.weights import NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
 from ..data.images import ClassImages, ImageCollection
+from ..data.joint import JointData
 from ..data.prompts import InlinePrompts
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
@@ -69,7 +70,12 @@ def make_tiny(config: RunConfig) -> RunConfig:
 
 
 def tiny_prompt_count(config: RunConfig) -> int:
-    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is."""
+    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is.
+
+    Of joint data, one cycle of its kinds.
+    """
+    if isinstance(config.data, JointData):
+        return min(config.batch.prompts, sum(config.data.counts))
     share = 2 * config.batch.minibatches
     limit = max(share, TINY_BATCH_SIZE // config.objective.group_size)
     return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, limit - limit % share)

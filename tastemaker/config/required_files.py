@@ -13,7 +13,8 @@ from ..core.types import PromptBatch
 from ..data.dataset import MAX_FINITE_LENGTH
 from ..models.pretrained import find_cached
 from ..models.weight_files import PLAYGROUND, is_shipped, shipped_weights_path
-from .check import BATCH_NAMES, compute_step_counts, settings_of
+from .check import compute_step_counts, settings_of
+from .data_checks import BATCH_NAMES
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
 
 # Settings that name weights: a path, a hub id, or a name in the package.

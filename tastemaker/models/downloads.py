@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..config.catalog import default_spec
-from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config
+from ..config.load import YAML_SUFFIXES, list_recipes, list_trainable_recipes, load_any_config, read_recipe
 from ..config.registries import AUTOENCODERS, MODELS, REWARDS
 from ..config.required_files import published_sources as config_sources
 from ..config.schema import JudgeRunConfig
 from ..config.validate import build_component
 from ..console import Table, format_bytes
 from ..core.autoencoder import AutoencoderSpec
+from ..core.cards import PUBLISHED_JUDGES, parse_hub_id
 from ..core.errors import DownloadError as DownloadError
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError, suggest_name
@@ -24,6 +25,9 @@ from ..core.reward import HUB_ID
 from ..export.lora import PUBLISHED_LORAS, find_published_lora
 from ..rewards.folder_scorer import parse_reward
 from .pretrained import WeightsSource, find_cached, select_needed_files
+from .showo.model import PUBLISHED_SHOWO
+
+CONFIG_FILE = "config.json"  # of a model of transformers; a folder without it counts as incomplete
 
 
 def download(names: Sequence[str], *, only_list: bool, console: Console) -> None:
@@ -60,6 +64,9 @@ def fetch_if_missing(source: WeightsSource, console: Console) -> Path:
 
 def required_sources(name: str) -> list[WeightsSource]:
     """The weights that a recipe, a reward, a model, a published LoRA or a hub id needs."""
+    if name in list_recipes() and name not in list_trainable_recipes():  # a part, such as models/dit-xl
+        part = read_recipe(name).get("model")
+        return list(build_component(ModelSpec, part, "download").sources) if part else []
     if name in list_recipes() or name.endswith(YAML_SUFFIXES):
         config = load_any_config(name)
         if isinstance(config, JudgeRunConfig):
@@ -72,14 +79,17 @@ def required_sources(name: str) -> list[WeightsSource]:
     for registry, spec_class in ((MODELS, ModelSpec), (AUTOENCODERS, AutoencoderSpec)):
         if name in registry:
             return list(build_component(spec_class, {"type": name}, "download").sources)
+    if name in PUBLISHED_JUDGES:
+        return [PUBLISHED_JUDGES[name]]
     lora = find_published_lora(name)
     known = [lora] if lora else [source for source in published_sources() if name in (source.hub, str(source))]
     if known:
         return known
+    if name in PUBLISHED_SHOWO:
+        return list(build_component(ModelSpec, {"type": "showo", "weights": name}, "download").sources)
     if HUB_ID.fullmatch(name):
-        owner, repository, *inside = name.split("/")
-        return [WeightsSource(f"{owner}/{repository}", "/".join(inside))]
-    known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS]
+        return [parse_hub_id(name)]
+    known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS, *PUBLISHED_SHOWO, *PUBLISHED_JUDGES]
     raise ConfigError(
         f"download: '{name:.60}' is not a recipe, reward, model or hub id such as "
         f"owner/name{suggest_name(name, known_names)} [TM425]"
@@ -100,7 +110,8 @@ def build_sources_table(sources: Sequence[WeightsSource]) -> Table:
     for source in sources:
         gated = "request access on its page" if source.gated else "no"
         size, license = source.size.removeprefix("size "), source.license.removeprefix("license ")
-        row = (source.hub, source.file or "all files", size, license, gated, "yes" if find_cached(source) else "no")
+        file = source.file or (f"{source.folder}/" if source.folder else "all files")
+        row = (source.hub, file, size, license, gated, "yes" if find_cached(source) else "no")
         table.add_row(*map(escape, row))  # escaped, because rich would take `[dev]` of FLUX.1 for a style
     return table
 
@@ -113,26 +124,32 @@ def fetch_source(source: WeightsSource, console: Console) -> Path:
         if source.file:
             return Path(hf_hub_download(source.hub, source.file))
         # File by file, because a snapshot without some files counts as incomplete when offline.
-        files = required_files(source.hub)
+        files = required_files(source.hub, source.folder)
         size = format_bytes(sum(files.values()))
         console.print(f"{source}: {len(files)} files, {size}", markup=False, highlight=False)
         return [Path(hf_hub_download(source.hub, file)) for file in files][-1].parent
 
 
-def required_files(hub: str) -> dict[str, int]:
-    """The files of a repository to download and their sizes in bytes; weights first, top-level configs last."""
+def required_files(hub: str, folder: str = "") -> dict[str, int]:
+    """The files of a repository, or of a folder in it, to download and their sizes in bytes.
+
+    Weights come first and top-level configs last, config.json after all others.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    listed = HfApi().list_repo_tree(hub, recursive=True)
+    listed = (
+        HfApi().list_repo_tree(hub, folder, recursive=True) if folder else HfApi().list_repo_tree(hub, recursive=True)
+    )
     sizes = {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
     files = [PurePosixPath(name) for name in select_needed_files(list(sizes))]
     if not files:
         raise DownloadError(
-            f"{hub} does not contain weights in a supported format; see its page on the hub, or give another "
-            "repository [TM426]"
+            f"{WeightsSource(hub, folder=folder)} does not contain weights in a supported format; see its page on the "
+            "hub, or give another repository [TM426]"
         )
-    order = sorted(files, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))
+    depth = len(PurePosixPath(folder).parts) + 1
+    order = sorted(files, key=lambda path: (len(path.parts) == depth, path.suffix == ".json", path.name == CONFIG_FILE))
     return {str(name): sizes[str(name)] for name in order}
 
 
@@ -155,8 +172,9 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise hub_error(source, error) from error
+        missing = f"file '{source.file}'" if source.file else f"folder '{source.folder}'"
         raise DownloadError(
-            f"{source.hub} does not contain the file '{source.file}'; see the files at {page}/tree/main [TM429]"
+            f"{source.hub} does not contain the {missing}; see the files at {page}/tree/main [TM429]"
         ) from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise hub_error(source, error) from error

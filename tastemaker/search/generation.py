@@ -47,7 +47,8 @@ from ..training.checkpoint import latest_checkpoint
 from ..training.run import Run
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE, find_named_weights, find_run_checkpoint
 from ..training.samples import sampling_policy
-from .base import RubricVerifier, Search, SearchCost
+from .base import RubricVerifier, Search, SearchCost, observe_steps
+from .diffusers_scheduler import DiffusersSchedulerSearch
 from .flops import FlopCosts, format_cost, measure_flop_costs
 from .settings import build_verifier, check_constant_cost
 
@@ -55,6 +56,7 @@ DEFAULT_BATCH_SIZE = 64  # prompts per search, unless the recipe sets rollout_ba
 MAX_SHEET_SAMPLES = 64
 VAE = "vae"  # diffusers' folder of an autoencoder
 METADATA_FILE = "metadata.jsonl"
+PROCESS_FOLDER = "process"  # of the previews of all steps
 DEMO_MODEL = "playground-flow16"
 # Recipes that pretrain a playground model, and the weights they led to, which are in the package.
 PLAYGROUND_MODELS = {
@@ -77,6 +79,7 @@ class GenerationOptions:
     judge: str = "run"  # the verifier: the run's rewards, or a reward
     video_format: str = ""  # mp4, gif, png or frames; by default mp4 if PyAV is installed, else png
     fps: int = 8
+    save_steps: bool = False  # write the previews of all candidates after every step
 
     def __len__(self) -> int:
         return len(self.prompts) * self.samples_per_prompt
@@ -92,6 +95,21 @@ class GenerationOptions:
         others += (self.video_format, self.fps) if self.video_format or self.fps != 8 else ()
         settings = repr((model, self.seed, self.search, self.weights, self.lora_scale, *others))
         return hashlib.sha256(settings.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class StepImages:
+    """Writes previews to process/SAMPLE/CANDIDATE_stepS.png, as Image-Generation-CoT does for each prompt."""
+
+    folder: Path
+    candidates: int  # of each sample
+
+    def __call__(self, pixels: Tensor, rng: Randomness, step: int) -> None:
+        name = f"round{rng.step}-" if rng.step else ""  # searches that refine repeat the candidates
+        for image, row in zip(pixels.float().clamp(0, 1).cpu(), rng.rows.tolist(), strict=True):
+            sample, candidate = divmod(row, self.candidates)
+            file = f"{PROCESS_FOLDER}/{sample:05d}/{name}{candidate:05d}_step{step}.png"
+            save_image(image, self.folder / file)
 
 
 @dataclass(frozen=True)
@@ -269,6 +287,8 @@ def generate_samples(
 ) -> Path:
     """Write the samples that are missing, their metadata and a contact sheet."""
     output_paths.check_output_directory(options.out)
+    if options.save_steps and isinstance(options.search, DiffusersSchedulerSearch):
+        raise ConfigError("--save-steps: a scheduler of diffusers has no previews; leave --scheduler out [TM901]")
     config = make_tiny(config) if tiny else config
     config = replace(config, engine=replace(config.engine, context_parallel=1))  # every rank has samples of its own
     run = build(config, load_data=False)
@@ -384,7 +404,9 @@ def run_search(
     weights = nullcontext() if options.weights == "live" else run.policy.weights.use(options.weights)
     with run.engine.autocast(), weights:
         policy = sampling_policy(run.policy)
-        result = options.search.run(policy, verifier or RubricVerifier(run.rubric), batch, rng)
+        observer = StepImages(options.out, options.search.candidates_per_sample) if options.save_steps else None
+        with observe_steps(observer):
+            result = options.search.run(policy, verifier or RubricVerifier(run.rubric), batch, rng)
         pixels = policy.decode(result.x).float().clamp(0, 1).cpu()
     scores = [None if score != score else score for score in result.score.tolist()]  # JSON has no NaN
     records = [
