@@ -164,7 +164,7 @@ def write_comfyui(options: GeneratorExport, trained: TrainedGenerator, out: Path
         return usage
     nodes = build_workflow(workflow_settings(trained, file, is_lora=adapters is not None))
     (out / "workflow.json").write_text(json.dumps(nodes, indent=1) + "\n", encoding="utf-8")
-    return f"{usage} Then open `workflow.json` in ComfyUI; it samples with the settings of the run."
+    return f"{usage} Then open `workflow.json` in ComfyUI; it samples with the settings of `sample` in the recipe."
 
 
 def write_original_layout(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
@@ -186,12 +186,16 @@ def write_original_layout(options: GeneratorExport, trained: TrainedGenerator, o
 
 
 def workflow_settings(trained: TrainedGenerator, file: str, *, is_lora: bool) -> ComfyWorkflowSettings:
+    """The settings of the section `sample`, and those of training where it has none."""
     spec: Any = trained.config.model
     num_steps, shift = DEFAULT_COMFYUI_STEPS, 1.0
     if isinstance(process := trained.config.process, GaussianProcess):
         num_steps = process.num_steps
         shift = process.path.shift if isinstance(process.path, RectifiedFlow) else shift
-    return ComfyWorkflowSettings(file, is_lora, num_steps, shift, spec.height, spec.width, spec.guidance_scale)
+    training = {"height": spec.height, "width": spec.width, "num_steps": num_steps}
+    settings: dict[str, Any] = {**training, "guidance_scale": spec.guidance_scale}
+    settings |= trained.config.sample.inference_settings()
+    return ComfyWorkflowSettings(file, is_lora, shift=shift, **settings)
 
 
 def collect_card_data(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,37 @@ def test_real_heads_match_scores_recorded_from_vader(file: str, sha256: str, lay
     scores = head(golden["embed"])
     scores = scores.sigmoid() if column in ("rainy", "snowy") else scores
     torch.testing.assert_close(scores, golden[column], rtol=1e-5, atol=1e-5)
+
+
+def fitted_head(column: str) -> PublishedHead:
+    """A head that computes the recorded scores of the published one, by another affine map."""
+    golden = load_file(GOLDEN)
+    outputs = golden[column].logit() if column in ("rainy", "snowy") else golden[column]
+    head = PublishedHead(nn.Linear(768, 1))
+    head.layers[0].weight.data = torch.linalg.lstsq(golden["embed"], outputs[:, None]).solution.T
+    head.layers[0].bias.data.zero_()
+    return head
+
+
+def test_published_head_of_another_kind_is_refused_by_its_scores(clip: Path, tmp_path: Path) -> None:
+    specs: dict[str, Spec] = {
+        "aesthetic": AestheticReward(str(clip)),
+        "rainy": WeatherReward("rainy", str(clip)),
+        "snowy": WeatherReward("snowy", str(clip)),
+    }
+    for column in specs:
+        path = save_state_dict(fitted_head(column), tmp_path / f"{column}.pt")
+        for asked, spec in specs.items():
+            code = "TM379" if asked == column else "TM885"  # the right head then fails on the tiny CLIP's width
+            with pytest.raises(ConfigError, match=code):
+                replace(spec, head=str(path)).load(Placement())
+    random_head = save_state_dict(laion_head(), tmp_path / "snowy_reward.pt")
+    with pytest.raises(ConfigError, match=r"snowy_reward\.pt.*head of snow.*TM886"):
+        replace(specs["snowy"], head=str(random_head)).load(Placement())
+    with pytest.raises(ConfigError, match=r"snowy_reward\.pt.*head of rain.*TM881"):
+        replace(specs["rainy"], head=str(random_head)).load(Placement())
+    with pytest.raises(ConfigError, match=r"aesthetic-model\.pth or sac.*aesthetic\.pt.*TM880"):
+        replace(specs["aesthetic"], head=str(tmp_path)).load(Placement())
 
 
 @pytest.fixture(scope="module")
