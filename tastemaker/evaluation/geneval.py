@@ -343,7 +343,7 @@ def fetch_verified(file: PublishedFile, console: Console) -> Path:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DownloadError(
             f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy "
-            f"the file to {file.path}, or give its path: --detector, or `weights:` of the reward"
+            f"the file to {file.path}, or give its path: {file.setting}"
             " [TM613]"
         ) from error
     try:

@@ -133,6 +133,7 @@ class VideocrafterSpec(VideoUnetSpec):
         "lora_unet",
         lvdm_checkpoint.unet_to_original,
         original_lora_layers=lvdm_checkpoint.original_lora_layers,
+        lora_loader="tastemaker",
     )
 
     def __post_init__(self) -> None:

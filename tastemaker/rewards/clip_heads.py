@@ -19,13 +19,19 @@ from ..core.types import Metadata, Placement, Prompts
 from ..models.pretrained import WeightsSource, find_published_file, load_state_dict, load_weights_into
 from .backbones.dual_encoder import CLIP_L, ClipImageEncoder, ClipResizeMode, load_clip_image_encoder
 from .backbones.frozen_models import TINY
-from .backbones.published_files import require_contents
+from .backbones.published_files import CONTENTS, PublishedFile, require_contents
 
 AESTHETIC_HEAD = WeightsSource(
     "trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", "3.7 MB", "Apache-2.0 upstream"
 )
 AESTHETIC_FILES = ("sac+logos+ava1-l14-linearMSE.pth", "sa_0_4_vit_l_14_linear.pth")  # LAION's own names
 VADER = "https://github.com/mihirp1998/VADER"  # its heads are in `assets/` of the repository, not on the Hub
+VADER_HEADS = {
+    file: PublishedFile(
+        file, f"{VADER}/raw/HEAD/assets/{file}", "", size, "no license", "vader-heads", "`head:` of the reward"
+    )
+    for file, size in (("rainy_reward.pt", "3.7 MB"), ("snowy_reward.pt", "3.7 MB"), ("compression_reward.pt", "2 MB"))
+}
 MEMORY = "1.2 GB, half of it in 16 bits"
 
 
@@ -105,7 +111,7 @@ class WeatherReward(ClipHeadReward):
 
     kind: Literal["rainy", "snowy"] = "rainy"
     weights: str = CLIP_L.hub
-    head: str = ""  # a path; `rainy_reward.pt` or `snowy_reward.pt` in the working directory if empty
+    head: str = ""  # a path; if empty, `rainy_reward.pt` or `snowy_reward.pt` here, or as downloaded
     resize_mode: ClipResizeMode = "stretch"
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
@@ -119,8 +125,7 @@ class WeatherReward(ClipHeadReward):
     def load(self, placement: Placement) -> ClipHeadScorer:
         file = f"{self.kind}_reward.pt"
         contents = "the head of rain" if self.kind == "rainy" else "the head of snow"
-        source = f"assets/{file} of {VADER}"
-        return load_clip_head(self, self.head or file, source, LAION_LAYOUT, placement, contents)
+        return load_clip_head(self, self.head or file, VADER_HEADS[file], LAION_LAYOUT, placement, contents)
 
     def transform(self, output: Tensor) -> Tensor:
         return output.sigmoid()
@@ -135,7 +140,7 @@ class CompressionScoreReward(ClipHeadReward):
 
     goal: Literal["compressible", "incompressible"] = "compressible"
     weights: str = CLIP_L.hub
-    head: str = "compression_reward.pt"  # a path
+    head: str = "compression_reward.pt"  # a path; this name is also that of the downloaded file
     resize_mode: ClipResizeMode = "stretch"
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
@@ -147,7 +152,7 @@ class CompressionScoreReward(ClipHeadReward):
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> ClipHeadScorer:
-        source = f"assets/compression_reward.pt of {VADER}"
+        source = VADER_HEADS["compression_reward.pt"]
         return load_clip_head(self, self.head, source, VADER_LAYOUT, placement, "the compression head")
 
     def transform(self, output: Tensor) -> Tensor:
@@ -185,7 +190,7 @@ class ClipHeadScorer(Reward):
 def load_clip_head(
     spec: ClipHeadReward,
     head: str,
-    source: WeightsSource | str,
+    source: WeightsSource | PublishedFile,
     layout: HeadLayout,
     placement: Placement,
     contents: str,
@@ -203,12 +208,9 @@ def load_clip_head(
     elif isinstance(source, WeightsSource):
         path = find_published_file(head, source, "`head`", AESTHETIC_FILES)
         net = require_head(read_head(path, layout), path, contents)
-    elif (path := Path(head).expanduser()).is_file():
-        net = require_head(read_head(path, layout), path, contents)
     else:
-        raise ConfigError(
-            f"there is no head at '{head:.200}'; fetch it from {source} and give its path as `head` [TM378]"
-        )
+        path = find_vader_head(head, source)
+        net = require_head(read_head(path, layout), path, contents)
     width = next(iter(net.layers.values())).in_features
     if width != encoder.width:
         raise ConfigError(
@@ -218,6 +220,26 @@ def load_clip_head(
         )
     net = net.to(placement.device, torch.promote_types(placement.dtype, torch.float32))
     return ClipHeadScorer(spec, encoder, net.eval().requires_grad_(False))
+
+
+def find_vader_head(head: str, source: PublishedFile) -> Path:
+    """The path of a head: as given, or of the download if its published name is given."""
+    path = Path(head).expanduser()
+    if path.is_file():
+        return path
+    if head == source.name and source.path.is_file():
+        return source.path
+    raise ConfigError(
+        f"there is no head at '{head:.200}'; `tastemaker download {source.folder}` fetches {source.url}, or give the "
+        "path of your copy as `head`"
+        " [TM378]"
+    )
+
+
+def check_vader_head(path: Path) -> None:
+    """Refuse a downloaded file that is not the published head of its name."""
+    layout = VADER_LAYOUT if path.name == "compression_reward.pt" else LAION_LAYOUT
+    require_head(read_head(path, layout), path, CONTENTS[path.name])
 
 
 def require_head(head: Head, path: Path, contents: str) -> Head:

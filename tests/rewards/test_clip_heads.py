@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from published_files import require_file
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,8 +21,10 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import to_uint8
+from tastemaker.models.downloads import download, download_heads, required_heads
 from tastemaker.rewards.clip_heads import (
     LAION_LAYOUT,
+    VADER_HEADS,
     VADER_LAYOUT,
     AestheticReward,
     ClipHeadScorer,
@@ -145,6 +148,33 @@ def test_published_head_of_another_kind_is_refused_by_its_scores(clip: Path, tmp
         replace(specs["rainy"], head=str(random_head)).load(Placement())
     with pytest.raises(ConfigError, match=r"aesthetic-model\.pth or sac.*aesthetic\.pt.*TM880"):
         replace(specs["aesthetic"], head=str(tmp_path)).load(Placement())
+
+
+def test_download_fetches_the_heads_of_vader_and_checks_them(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    for file, source in VADER_HEADS.items():
+        monkeypatch.setitem(VADER_HEADS, file, replace(source, url=(published / file).as_uri()))
+        assert source.url == f"https://github.com/mihirp1998/VADER/raw/HEAD/assets/{file}"
+    monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *names: tmp_path.joinpath("assets", *names))
+    monkeypatch.chdir(tmp_path)
+    console = Console(quiet=True)
+    with pytest.raises(ConfigError, match=r"tastemaker download vader-heads.*snowy_reward\.pt.*TM378"):
+        WeatherReward("snowy", str(clip)).load(Placement())
+    save_state_dict(fitted_head("snowy"), published / "snowy_reward.pt")
+    download(["{type: clipped, max: 1, reward: {type: weather, kind: snowy}}"], only_list=True, console=console)
+    assert not VADER_HEADS["snowy_reward.pt"].path.is_file()
+    download_heads(required_heads("{type: weather, kind: snowy}"), only_list=False, console=console)
+    with pytest.raises(ConfigError, match="TM379"):  # the head is found, and wider than the tiny CLIP
+        WeatherReward("snowy", str(clip)).load(Placement())
+    save_state_dict(fitted_head("snowy"), published / "rainy_reward.pt")
+    with pytest.raises(ConfigError, match=r"rainy_reward\.pt.*head of snow.*TM885"):
+        download_heads(required_heads("rainy"), only_list=False, console=console)
+    assert not VADER_HEADS["rainy_reward.pt"].path.is_file()
+    needed = [required_heads(name) for name in ("vader-heads", "vader-videocrafter2-compression", "aesthetic")]
+    assert [len(heads) for heads in needed] == [3, 1, 0]
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +302,7 @@ def test_missing_weights_name_file_and_source(clip: Path) -> None:
         ),
         (
             WeatherReward("snowy", str(clip)),
-            "'snowy_reward.pt'.*assets/snowy_reward.pt",
+            "'snowy_reward.pt'.*vader-heads.*assets/snowy_reward.pt",
         ),
         (CompressionScoreReward(weights=str(clip)), "'compression_reward.pt'"),
     ]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -26,6 +28,45 @@ CONTENTS = {
 }
 # Image encoders of the published CLIPs by width; other widths are not published and not checked.
 VIT_NAMES = {768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1408: "ViT-g", 1664: "ViT-bigG"}
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file that is published elsewhere than on the Hub, with the beginning of its SHA-256 if that is known."""
+
+    name: str  # in settings
+    url: str
+    sha256_prefix: str
+    size: str
+    license: str
+    folder: str = "geneval"  # of the downloads, and the name that `tastemaker download` takes
+    setting: str = "--detector, or `weights:` of the reward"  # that takes a path instead
+
+    @property
+    def path(self) -> Path:
+        """Where the download is stored."""
+        from huggingface_hub import cached_assets_path
+
+        return Path(cached_assets_path("tastemaker", self.folder)) / self.url.rsplit("/", 1)[1]
+
+    def local_path(self) -> Path:
+        """The path of the downloaded file; refuses if it is missing."""
+        if not self.path.is_file():
+            raise ConfigError(
+                f"the weights '{self.name}' are not here; expected a local path, or {self.url} ({self.size}, "
+                f"{self.license}), which `tastemaker download {self.folder}` fetches"
+                " [TM359]"
+            )
+        return self.path
+
+    def verify(self, path: Path) -> Path:
+        """Return the path if its SHA-256 is that of the published file."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if not digest.startswith(self.sha256_prefix):
+            expected = f"that of {self.name} begins with {self.sha256_prefix}"
+            raise ConfigError(f"{path} has the SHA-256 {digest[:12]}..., but {expected}; fetch it again [TM360]")
+        return path
 
 
 def require_contents(path: Path, expected: str, key: str) -> None:
