@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from .processes.autoregressive import AutoregressiveProcess
     from .processes.gaussian import GaussianProcess
     from .processes.masked import MaskedProcess
+    from .report.display import compare, show
+    from .report.figure import Figure
     from .training.run import Run
     from .training.trainer import training_events
 
@@ -81,6 +83,7 @@ __all__ = [
     "Context",
     "Corrupted",
     "Distribution",
+    "Figure",
     "FrozenCopyFinetuning",
     "FullFinetuning",
     "Gaussian",
@@ -122,6 +125,7 @@ __all__ = [
     "Weights",
     "build",
     "build_model",
+    "compare",
     "evaluate",
     "generate",
     "list_models",
@@ -129,6 +133,7 @@ __all__ = [
     "register_model",
     "rollout_and_score",
     "select_rows",
+    "show",
     "train",
     "training_events",
 ]
@@ -148,6 +153,8 @@ _NAMES = {
     ".core.randomness": "Randomness",
     ".core.registry": "ConfigError",
     ".core.reward": "Reward RewardCard RewardError RewardSpec Rubric Scores Verdict Verifier WeightedReward",
+    ".report.display": "compare show",
+    ".report.figure": "Figure",
     ".training.run": "Run",
     ".training.trainer": "training_events",
     ".core.types": "Condition Corrupted ImageBatch Loss MASK_TOKEN_ID Metadata "

@@ -30,6 +30,7 @@ from .config.schema import (
     ValidationConfig,
 )
 from .config.validate import build_component
+from .console import message_console
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
 from .core.model_spec import ModelSpec
 from .core.registry import ConfigError
@@ -91,12 +92,20 @@ def build(
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
-    """Add functions to the rewards of a configuration, each with weight 1 and a batch size of 64."""
+    """Add functions to the rewards of a configuration, each with weight 1 and a batch size of 64.
+
+    A function with an attribute `differentiable = True` has scores with a gradient, as reward gradients need.
+    """
     if not functions:
         return config
     if not isinstance(config, RunConfig):
         raise ConfigError(f"rewards: a {type(config).__name__} has none; pass the configuration of a generator [TM771]")
-    added = {name: RewardConfig(FunctionReward(register_function(each))) for name, each in functions.items()}
+    added = {
+        name: RewardConfig(
+            FunctionReward(register_function(each), differentiable=getattr(each, "differentiable", False) is True)
+        )
+        for name, each in functions.items()
+    }
     return replace(config, rewards={**config.rewards, **added})
 
 
@@ -126,7 +135,7 @@ def train(
         if on_event is not None:
             on_event(event)
 
-    console = console or Console(stderr=True)
+    console = console or message_console()
     if isinstance(run_or_config, AnyRun):
         if resume or init_from or tiny or rewards:
             raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run [TM772]")
@@ -179,7 +188,7 @@ def evaluate(
     geneval = parse_detector(detector, self_test=self_test)
     config, checkpoint = resolve_source(str(model), overrides, tiny=tiny)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
-    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or Console(stderr=True)
+    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or message_console()
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
@@ -241,7 +250,7 @@ def generate(
         video_format,
         fps,
     )
-    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or Console(stderr=True))
+    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or message_console())
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
     return [folder / row["file"] for row in rows]
 
@@ -323,7 +332,7 @@ class VAETrainer:
         try:
             if latest is not None:
                 run.resume(latest)
-            with open_loggers(run, config, console or Console(stderr=True)) as loggers:
+            with open_loggers(run, config, console or message_console()) as loggers:
                 for event in training_events(run):
                     loggers.log(event)
                     metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics

@@ -233,7 +233,7 @@ def test_registered_class_is_resolved_in_its_module(monkeypatch: pytest.MonkeyPa
 
 def test_public_functions_are_exported() -> None:
     functions = {"build", "build_model", "evaluate", "generate", "list_models", "load", "register_model", "train"}
-    assert {"VAETrainer", "training_events", *functions} <= {*tastemaker.__all__}
+    assert {"VAETrainer", "compare", "show", "training_events", *functions} <= {*tastemaker.__all__}
 
 
 def test_train_evaluate_and_generate_do_what_the_commands_do(tmp_path: Path) -> None:

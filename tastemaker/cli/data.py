@@ -40,6 +40,7 @@ def embed(
     precision: Annotated[Precision, typer.Option(help="Precision of the text encoders.")] = "bf16",
 ) -> None:
     """Precompute the text embeddings of prompts, so that training needs no text encoder. Resumes if interrupted."""
+    from ..config.registries import MODELS as MODEL_REGISTRY
     from ..data import embedding_precompute
     from ..training.precision import choose_placement
 
@@ -49,6 +50,8 @@ def embed(
     embedding_precompute.embed_prompts(
         options, choose_placement(device, precision), tiny=tiny, console=stderr_console()
     )
+    recipe = "RECIPE" if "/" in model or model in MODEL_REGISTRY else model
+    print_next_steps(f"tastemaker train {recipe} model.embeddings={out}")
 
 
 @app.command(rich_help_panel=DATA, epilog="Example: tastemaker encode images --vae runs/vae-playground --size 64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,9 +42,36 @@ def replace_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield partial
+        apply_umask(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replace_directory(path: Path) -> Iterator[Path]:
+    """A new temporary directory that becomes `path`, which must not exist, at the end of the block."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    apply_umask(partial)
+    os.replace(partial, path)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file, or all files in a directory, the permissions that new files have: safetensors writes 0600."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
+
+
+def user_cache_directory() -> Path:
+    """Where the package keeps what it measured on this machine. Raises RuntimeError if there is no home directory."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tastemaker"
 
 
 def write_text_atomically(path: Path, text: str) -> None:

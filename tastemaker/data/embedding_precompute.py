@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config.check import torchrun_world_size
 from ..config.load import apply_overrides, read_recipe
 from ..config.registries import DATA, MODELS
 from ..config.validate import build_component
+from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
@@ -67,11 +67,10 @@ def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, co
         store = SRPOEmbeddingStore(options.out / CAPTIONS[0], encoder.fingerprint)
     prompts = prompts[options.rank :: options.world_size]
     missing = len({text for text in prompts if text not in store})
-    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=options.rank > 0) as progress:
-        task = progress.add_task("", total=missing)
+    with ProgressBar(console if options.rank == 0 else make_console(quiet=True)) as progress:
+        progress.start("embedding", missing, unit="prompts")
         for added in fill_embedding_store(store, encoder, prompts, options.shard_bytes, BATCH_SIZE):
-            progress.advance(task, added)
+            progress.advance(added)
     if options.rank == 0:
         shared = (
             f", and as many on each of {options.world_size} ranks"

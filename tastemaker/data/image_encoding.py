@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..config.check import torchrun_world_size
+from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.autoencoder import AutoencoderNet, as_autoencoder
 from ..core.registry import ConfigError
@@ -55,7 +55,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def console_of_first_rank(console: Console, rank: int) -> Console:
-    return console if rank == 0 else Console(quiet=True)
+    return console if rank == 0 else make_console(quiet=True)
 
 
 @dataclass
@@ -124,11 +124,11 @@ def encode_latents(options: LatentEncodingOptions, placement: Placement, console
     messages = [message for i in shards if files[i].is_file() for message in read_shard(files[i]).skipped]
     skipped = SkippedFiles(options.max_skipped, messages)
     encoder = LatentEncoder(autoencoder, images, manifest, placement, skipped, console)
-    with Progress(console=rank_console) as progress:
-        task = progress.add_task("encoding", total=sum(len(manifest.shard_range(i)) for i in shards))
+    with ProgressBar(rank_console) as progress:
+        progress.start("encoding", sum(len(manifest.shard_range(i)) for i in shards), unit="images")
         for i in shards:
             for count in encoder.write_shard(files[i], manifest.shard_range(i)):
-                progress.advance(task, count)
+                progress.advance(count)
     if all(file.is_file() for file in files):
         latents = LatentFolder(options.out).load(0)
         summary = SkippedFiles(0, [message for shard in latents.shards for message in shard.skipped]).summary()
@@ -313,8 +313,8 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
     missing = [i for i in share if not (options.labels / f"{i}.npy").is_file()]  # the label is written last
     rank_console, skipped = console_of_first_rank(console, rank), SkippedFiles(options.max_skipped)
     batch_size = max(1, BATCH_SIZE // NUM_VIEWS[options.views])
-    with Progress(console=rank_console) as progress:
-        task = progress.add_task("encoding", total=len(share), completed=len(share) - len(missing))
+    with ProgressBar(rank_console) as progress:
+        progress.start("encoding", len(share), len(share) - len(missing), "images")
         for first in range(0, len(missing), batch_size):
             indices = missing[first : first + batch_size]
             views: dict[int, Tensor] = {}  # [V, 3, S, S] by index
@@ -326,7 +326,7 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
             for index, ids in zip(views, tokenize_views(net, list(views.values()), placement), strict=True):
                 write_array(options.codes / f"{index}.npy", ids[None])
                 write_array(options.labels / f"{index}.npy", np.array([images.label(index)]))
-            progress.advance(task, len(indices))
+            progress.advance(len(indices))
     folders = f"{options.codes} and {options.labels}"
     line = f"{len(images)} images in {NUM_VIEWS[options.views]} views, {folders}{skipped.summary()}"
     rank_console.print(line, markup=False, soft_wrap=True)

@@ -197,6 +197,11 @@ def image_errors(name: str, kind: str = "an image") -> Iterator[None]:
         raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove it [TM172]") from error
 
 
+def pil_to_pixels(image: Image.Image) -> Tensor:
+    """The pixels [1, 3, H, W] in [0, 1] of an image in memory, transparent parts over white."""
+    return _rgb(image)[None]
+
+
 def _rgb(image: Image.Image) -> Tensor:
     """One frame in [0, 1]: [3, H, W]."""
     image = ImageOps.exif_transpose(image)
@@ -219,7 +224,7 @@ def _import_video_io(path: Path) -> Any:
 
 
 MIN_CELL_SIZE = 160  # pixels of the longer side of a sample in a grid
-CAPTION_HEIGHT = 32  # pixels
+CAPTION_HEIGHT = 32  # pixels of two lines
 
 
 def grid_upscale(height: int, width: int, min_size: int = MIN_CELL_SIZE) -> int:
@@ -236,15 +241,23 @@ def grid_boxes(count: int, height: int, width: int) -> list[tuple[int, int, int,
 
 
 def make_grid(
-    pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), min_size: int = MIN_CELL_SIZE
+    pixels: Tensor,
+    columns: int | None = None,
+    captions: Sequence[str] = (),
+    min_size: int = MIN_CELL_SIZE,
+    notes: Sequence[str] = (),
 ) -> Tensor:
-    """A grid of samples [B, F, 3, H, W], small ones enlarged to `min_size` pixels: [F, 3, H', W']."""
+    """A grid of samples [B, F, 3, H, W], small ones enlarged to `min_size` pixels: [F, 3, H', W'].
+
+    `captions` are at most two lines each, `notes` one more line each below them.
+    """
     columns = columns or math.ceil(math.sqrt(len(pixels)))
     scale = grid_upscale(pixels.shape[-2], pixels.shape[-1], min_size)
     cells = pixels.detach().float().cpu().repeat_interleave(scale, -1).repeat_interleave(scale, -2)
-    if captions:
-        labels = torch.stack([_draw_caption(caption, cells.shape[-1]) for caption in captions])  # [B, 3, h, W]
-        cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
+    for texts, lines in ((captions, 2), (notes, 1)):
+        if texts:
+            labels = torch.stack([_draw_caption(text, cells.shape[-1], lines) for text in texts])  # [B, 3, h, W]
+            cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
     cells = torch.nn.functional.pad(cells, (2, 2, 2, 2), value=1.0)
     rows = math.ceil(len(cells) / columns)
     blank = cells.new_ones(rows * columns - len(cells), *cells.shape[1:])
@@ -265,7 +278,7 @@ def make_contact_sheet(pixels: Tensor, captions: Sequence[str] = (), frames: int
 def _draw_caption(caption: str, width: int, lines: int = 2, size: int = 12) -> Tensor:
     """Black text on white, wrapped and truncated to fit: [3, h, width]."""
     font = ImageFont.load_default(size)
-    image = Image.new("RGB", (width, CAPTION_HEIGHT), "white")
+    image = Image.new("RGB", (width, CAPTION_HEIGHT * lines // 2), "white")
     ImageDraw.Draw(image).multiline_text((2, 1), _wrap(caption, font, width - 4, lines), "black", font, spacing=3)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from ..config.build import build, build_rubric, make_tiny
 from ..config.schema import RewardConfig, RunConfig
+from ..console import make_console, track
 from ..core import output_paths
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
@@ -240,7 +240,7 @@ def label_preferences(
     output_paths.check_output_directory(options.out)
     config, labeler = make_tiny(config) if tiny else config, load_labeler(options, tiny=tiny)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)  # for its ranks, not for its networks
-    comm, rank_console = engine.comm, console if engine.comm.rank == 0 else Console(quiet=True)
+    comm, rank_console = engine.comm, console if engine.comm.rank == 0 else make_console(quiet=True)
     fingerprint = options.fingerprint(config, checkpoint)
     directory = SampleDirectory(options.out / SAMPLES, fingerprint, comm.rank)
     existing = directory.existing_prompts()
@@ -276,7 +276,7 @@ def sample_missing(
         run.resume(checkpoint)
     check_weights_exist(run, options.weights)
     rounds = split_over_ranks(missing, run.batch.rollout_batch_size, run.engine.comm)
-    for indices, is_duplicate in track(rounds, "sampling", console=console):
+    for indices, is_duplicate in track(rounds, "sampling", console, "batches"):
         final, previews = sample_with_previews(run, options, indices)
         for row, index in enumerate([] if is_duplicate else indices):
             group, sample = divmod(index, options.samples_per_prompt)
@@ -354,7 +354,7 @@ def label_samples(
     share = missing[engine.comm.rank :: engine.comm.world_size]
     truncate_partial_line(path := options.out / f"{LABELS}.{engine.comm.rank}")
     with path.open("a", encoding="utf-8") as file:
-        for first in track(range(0, len(share), DEFAULT_BATCH_SIZE), "labeling", console=console):
+        for first in track(range(0, len(share), DEFAULT_BATCH_SIZE), "labeling", console, "batches"):
             rows = share[first : first + DEFAULT_BATCH_SIZE]
             images = [
                 ImageRecord(

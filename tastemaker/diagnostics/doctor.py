@@ -56,6 +56,11 @@ def skip_check(name: str, reason: str) -> CheckResult:
     return CheckResult(name, "-", "skip", reason)
 
 
+def count_checks() -> int:
+    """The number of results of `run_doctor`."""
+    return len(CHECKS) + 1  # two ranks
+
+
 def run_doctor(config: RunConfig, *, tiny: bool = False) -> Iterator[CheckResult]:
     """Run all checks on a configuration and yield their results."""
     config = make_tiny(config) if tiny else config
@@ -102,7 +107,7 @@ def check_kv_cache(run: Run) -> CheckResult:
     error = _max_ratio_error(run, policy, "fp32")
     if error < 1e-3:
         return pass_check(name, f"ratio 1 within {error:.1e}")
-    advice = "the KV cache disagrees with the full call: compare begin/extend with predict"
+    advice = "the KV cache disagrees with the full call: compare init_cache/decode_step with predict"
     return fail_check(name, f"off by up to {error:.1e}", advice)
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-from rich.table import Table
 
 from ..config.build import build, make_tiny
 from ..config.schema import RunConfig
+from ..console import ProgressBar, Table, make_console
 from ..core import output_paths
 from ..core.objective import Comm
 from ..core.randomness import Randomness
@@ -224,17 +223,14 @@ def run_stages(
     progress_note: ProgressNote | None = None,
 ) -> dict[str, Any]:
     """Run the stages with progress bars, then print and return the report. Only rank 0 prints."""
-    console = console if workers.rank == 0 else Console(quiet=True)
-    columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*(columns if progress_note else ()), console=console) as progress:
-        tasks: dict[str, TaskID] = {}
+    console = console if workers.rank == 0 else make_console(quiet=True)
+    with ProgressBar(console) as progress:
+        current = ""
         for stage in stages:
-            if stage.stage not in tasks:
-                for task in tasks.values():
-                    progress.update(task, note="")
-                tasks[stage.stage] = progress.add_task(stage.stage, total=stage.total, note="")
-            note = progress_note(stage) if progress_note else ""
-            progress.update(tasks[stage.stage], completed=stage.completed, note=note)
+            if stage.stage != current:
+                current, first = stage.stage, stage.completed
+                progress.start(stage.stage, stage.total, first, "" if stage.stage == "report" else "samples")
+            progress.update(stage.completed, progress_note(stage) if progress_note else "")
     report: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
     console.print(report_table(report))
     console.print(f"the report is {out / REPORT}; samples and scores are in the same folder")

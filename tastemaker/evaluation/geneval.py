@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ..config.validate import build_component
 from ..config.yaml_io import parse_yaml
+from ..console import BYTES, ProgressBar
 from ..core.registry import ConfigError
 from ..core.reward import RewardSpec
 from ..core.types import Metadata, Placement, Prompts
@@ -359,12 +359,12 @@ def _fetch(file: PublishedFile, partial: Path, console: Console) -> None:
     offset = partial.stat().st_size if partial.is_file() else 0
     request = urllib.request.Request(file.url, headers={"Range": f"bytes={offset}-"} if offset else {})
     response: HTTPResponse
-    with urllib.request.urlopen(request, timeout=60) as response, Progress(console=console) as progress:
+    with urllib.request.urlopen(request, timeout=60) as response, ProgressBar(console) as progress:
         resumed = bool(offset and response.status == 206)
         offset = offset if resumed else 0
         total = int(response.headers.get("Content-Length", 0)) + offset
-        bar = progress.add_task(file.name, total=total or None, completed=offset)
+        progress.start(file.name, total or None, offset, BYTES)
         with partial.open("ab" if resumed else "wb") as out:
             while chunk := response.read(CHUNK):
                 out.write(chunk)
-                progress.update(bar, advance=len(chunk))
+                progress.advance(len(chunk))

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..console import Table, make_console, track
 from ..core import output_paths
 from ..core.registry import ConfigError
 from ..data.cifar10 import is_cifar10, load_cifar10
@@ -46,7 +45,10 @@ def load_image_set(path: Path, split: str = "train") -> Tensor:
     )
     if not files:
         raise ConfigError(f"{path}: there are no images; expected files that end in {', '.join(IMAGE_FORMATS)} [TM621]")
-    images = [torch.from_numpy(to_uint8(read_image(file))[0]) for file in track(files, "reading", transient=True)]
+    images = [
+        torch.from_numpy(to_uint8(read_image(file))[0])
+        for file in track(files, "reading", make_console(stderr=True), "images")
+    ]
     for file, image in zip(files, images, strict=True):
         if image.shape != images[0].shape:
             sizes = [f"{x.shape[1]}x{x.shape[0]}" for x in (image, images[0])]
@@ -82,7 +84,7 @@ def pack_images(folder: Path, out: Path, console: Console) -> Path:
 
 def extract_with_progress(images: Tensor, extractor: FeatureExtractor, console: Console) -> ExtractedFeatures:
     """Features of bytes [N, H, W, 3]."""
-    batches = track(torch.split(images, BATCH_SIZE), "extracting features", console=console)
+    batches = track(torch.split(images, BATCH_SIZE), "extracting features", console, "batches")
     return extract_features((batch.movedim(-1, 1).float() / 255 for batch in batches), extractor)
 
 
@@ -116,7 +118,8 @@ class ReferenceStatistics:
     def save(self, path: Path) -> None:
         tensors = {"mean": self.mean, "covariance": self.covariance, "features": self.features}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, {"label": json.dumps(asdict(self.label))})
+        with output_paths.replace_file(path) as partial:
+            save_file(tensors, partial, {"label": json.dumps(asdict(self.label))})
 
 
 @dataclass(frozen=True)

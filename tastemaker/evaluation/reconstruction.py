@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 from ..autoencoders.lpips import VGG16
 from ..config.load import load_any_config
 from ..config.schema import AutoencoderRunConfig
+from ..console import ProgressBar, Table
 from ..core import output_paths
 from ..core.autoencoder import as_autoencoder
 from ..core.registry import ConfigError
@@ -59,8 +58,8 @@ def reconstruct_images(options: ReconstructionOptions, placement: Placement, con
     rows = read_scores(options)
     pending = [file for file in files if _name(file, options) not in rows]
     skipped, stride = SkippedFiles(options.max_unreadable), as_autoencoder(net).stride
-    with (options.out / SCORES).open("a", encoding="utf-8") as scores, Progress(console=console) as progress:
-        task = progress.add_task("reconstructing", total=len(files), completed=len(files) - len(pending))
+    with (options.out / SCORES).open("a", encoding="utf-8") as scores, ProgressBar(console) as progress:
+        progress.start("reconstructing", len(files), len(files) - len(pending), "images")
         for batch in iterate_same_size_batches(pending, options, stride, skipped, progress.console):
             try:
                 for row in reconstruct_batch(net, evaluator, batch, options, placement):
@@ -73,8 +72,8 @@ def reconstruct_images(options: ReconstructionOptions, placement: Placement, con
                     text = f"{file} cannot be reconstructed at this size ({error!s:.200}); enlarge it with --size"
                     skipped.add(text, error, progress.console)
             scores.flush()
-            progress.advance(task, len(batch))
-        progress.update(task, completed=len(files))
+            progress.advance(len(batch))
+        progress.update(len(files))
     ordered = [rows[name] for file in files if (name := _name(file, options)) in rows]
     write_scores(options, ordered)
     missing = [sentence for sentence in evaluator.missing if sentence.startswith("LPIPS")]

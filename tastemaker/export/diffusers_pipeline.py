@@ -18,6 +18,7 @@ from ..config.load import load_any_config
 from ..config.schema import RunConfig
 from ..config.yaml_io import render_yaml
 from ..core.model_spec import DiffusersConversion, PipelineLayout
+from ..core.output_paths import replace_directory
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models.pretrained import select_needed_files
@@ -110,17 +111,14 @@ def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
         raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run [TM664]")
     tensors, chosen = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
     conversion = config.model.to_diffusers({key: x.detach().to(options.dtype) for key, x in tensors.items()})
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     with torch.device("meta"):
         net = getattr(diffusers, conversion.model_class)(**conversion.config)
-    save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
-    notes = [] if options.network_only else write_pipeline_components(config, conversion, partial, options.dtype)
-    notes += [conversion.differences] if conversion.differences else []
-    (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
-    (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")
-    partial.replace(options.out)
+    with replace_directory(options.out) as partial:
+        save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
+        notes = [] if options.network_only else write_pipeline_components(config, conversion, partial, options.dtype)
+        notes += [conversion.differences] if conversion.differences else []
+        (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
+        (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")
     console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

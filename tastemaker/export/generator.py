@@ -19,6 +19,7 @@ from ..config.registries import MODELS
 from ..config.schema import RunConfig
 from ..core.lora import Lora, LoraWeights
 from ..core.model_spec import PipelineLayout
+from ..core.output_paths import replace_directory
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..core.weights import Weights
@@ -85,15 +86,12 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
         diffusers_pipeline.export_dit_pipeline(options, console)
         return
     trained = load_trained_generator(options)
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     write = {"diffusers": write_diffusers, "comfyui": write_comfyui, "authors": write_original_layout}[options.layout]
-    usage = write(options, trained, partial)
-    card = collect_card_data(options, trained, read_run(options.run_dir), usage)
-    (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
-    shutil.copyfile(options.run_dir / CONFIG_FILE, partial / RECIPE_FILE)
-    partial.replace(options.out)
+    with replace_directory(options.out) as partial:
+        usage = write(options, trained, partial)
+        card = collect_card_data(options, trained, read_run(options.run_dir), usage)
+        (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
+        shutil.copyfile(options.run_dir / CONFIG_FILE, partial / RECIPE_FILE)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file()) / 1e6
     text = f"{options.out}: {trained.weights_name} weights of {trained.checkpoint.name}, {size:.1f} MB"
     console.print(text, highlight=False)

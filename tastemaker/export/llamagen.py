@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from ..config.load import load_any_config
 from ..config.schema import AutoencoderRunConfig, OptimConfig, RunConfig
 from ..core.lora import LoraWeights
+from ..core.output_paths import replace_directory, replace_file
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models import loading
@@ -70,11 +70,8 @@ def export_llamagen(options: LlamagenExport, console: Console) -> None:
     target = options.out / f"{step:07d}"
     if target.exists():
         raise ConfigError(f"--out: {target} exists already; name another folder, or remove it [TM675]")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _export_generator(options, config, config.model, step_dir, partial)
-    partial.replace(target)
+    with replace_directory(target) as partial:
+        _export_generator(options, config, config.model, step_dir, partial)
     layout = f"in {options.num_shards} shards" if options.num_shards else "in one file"
     console.print(f"{target}: weights of {step_dir.name}, {layout}", highlight=False)
 
@@ -99,10 +96,8 @@ def export_llamagen_tokenizer(
         raise ConfigError(f"--out: '{options.out}' is written as a PyTorch file; let its name end in .pt [TM677]")
     tensors, name = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
     tensors = {key: x.detach().to(options.dtype, copy=True).cpu() for key, x in tensors.items()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    torch.save({"model": {**tensors, "quantize.codebook_used": torch.zeros(CODEBOOK_USED_SIZE)}}, partial)
-    partial.replace(options.out)
+    with replace_file(options.out) as partial:
+        torch.save({"model": {**tensors, "quantize.codebook_used": torch.zeros(CODEBOOK_USED_SIZE)}}, partial)
     console.print(f"{options.out}: {name} weights of {step_dir.name}", highlight=False)
 
 

@@ -20,6 +20,7 @@ from ..config.schema import AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from ..core.autoencoder import as_autoencoder
 from ..core.lora import LoraWeights
 from ..core.model_spec import ModelSpec
+from ..core.output_paths import apply_umask
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..core.weights import Weights
@@ -147,6 +148,7 @@ def export_autoencoder(run_dir: Path, out: Path, layout: str, name: str, dtype: 
     shutil.rmtree(partial, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     autoencoder.export(partial, dtype)
+    apply_umask(partial)
     partial.replace(out)
     console.print(f"{out}: {chosen} weights of {step_dir.name}", highlight=False)
 
@@ -186,6 +188,7 @@ def export_judge(run_dir: Path, out: Path, name: str, console: Console) -> None:
     judge.net.load_state_dict(tensors)
     judge.net.to(torch.bfloat16)
     save_chat_model(judge, out)
+    apply_umask(out)
     console.print(f"{out}: {chosen} weights of {step_dir.name}, for the reward vlm", markup=False, highlight=False)
 
 
@@ -209,3 +212,4 @@ def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> No
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: x.detach().to(torch.bfloat16).contiguous() for key, x in tensors.items()}
     save_file(tensors, out / "pytorch_model.safetensors", {"format": "pt"})
+    apply_umask(out)

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..config.catalog import default_spec
 from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config
@@ -18,6 +17,7 @@ from ..config.registries import AUTOENCODERS, MODELS, REWARDS
 from ..config.required_files import published_sources as config_sources
 from ..config.schema import JudgeRunConfig, RunConfig
 from ..config.validate import build_component
+from ..console import Table, format_bytes
 from ..core.autoencoder import AutoencoderSpec
 from ..core.errors import DownloadError as DownloadError
 from ..core.model_spec import ModelSpec
@@ -191,11 +191,6 @@ def required_files(hub: str) -> dict[str, int]:
         )
     order = sorted(files, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))
     return {str(name): sizes[str(name)] for name in order}
-
-
-def format_bytes(count: int) -> str:
-    """A size in GB or MB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.output_paths import replace_file
 from ..core.registry import ConfigError
 
 PACKAGE_ROOT = Path(__file__).parent.parent
@@ -70,11 +71,10 @@ def write_weights(
     path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype = torch.float16
 ) -> None:
     """Write floats as `dtype` and other tensors as they are; the file is replaced atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     converted = {key: (x.to(dtype) if x.is_floating_point() else x).detach().cpu() for key, x in tensors.items()}
-    save_file({key: x.contiguous().clone() for key, x in converted.items()}, partial, {"config": json.dumps(config)})
-    partial.replace(path)
+    contiguous = {key: x.contiguous().clone() for key, x in converted.items()}
+    with replace_file(path) as partial:
+        save_file(contiguous, partial, {"config": json.dumps(config)})
 
 
 def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:

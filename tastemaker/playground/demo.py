@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..config.load import load
 from ..config.schema import RunConfig
+from ..console import print_next_steps
 from ..core import output_paths
 from ..core.registry import ConfigError
 from ..evaluation.benchmark_run import EvaluationOptions, evaluate_model, is_evaluated, load_benchmark
@@ -252,9 +253,10 @@ class Demo:
         spent = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
         self._print(f"\nStrict PlayEval score: {before:.3f} before -> {after:.3f} after training. Total time: {spent}.")
         self._print(f"Report, with images before and after: {(self.out / PAGE).resolve()}")
-        self._print("\nNext, try:")
-        self._print(f'  tastemaker generate {self.out} --prompt "a photo of a red car and a blue cup" --count 4')
-        self._print("  tastemaker train nft-playground")
+        print_next_steps(
+            f'tastemaker generate {self.out} --prompt "a photo of a red car and a blue cup" --count 4',
+            "tastemaker train nft-playground",
+        )
 
     def _announce(self, stage: int, title: str) -> None:
         self.timer.start(stage)

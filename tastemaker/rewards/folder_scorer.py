@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 from ..config.build import build_rubric
 from ..config.schema import RewardConfig
 from ..config.validate import build_component
+from ..console import ProgressBar, Table
 from ..core.errors import pluralize
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
@@ -193,8 +192,8 @@ def score_images(
     nouns: set[str] = set()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("w", encoding="utf-8") as file, Progress(console=console) as progress:
-            task = progress.add_task("scoring", total=len(images))
+        with target.open("w", encoding="utf-8") as file, ProgressBar(console) as progress:
+            progress.start("scoring", len(images), unit="images")
             for batch in batch_by_size(images, batch_size):
                 new = scorer.score_batch(batch) if isinstance(batch, list) else [batch]
                 for image in batch if isinstance(batch, list) else ():
@@ -207,7 +206,7 @@ def score_images(
                         )
                 file.flush()
                 rows += new
-                progress.advance(task, len(new))
+                progress.advance(len(new))
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error}); name another file with --out [TM391]") from error
     # In the order of the images; they were scored grouped by size.

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from ..config.build import build, make_tiny, warn_ignored_overrides
 from ..config.dump import config_to_dict
 from ..config.load import apply_overrides, load
 from ..config.schema import RunConfig, SampleConfig
+from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.errors import pluralize
 from ..core.lora import LoraWeights
@@ -138,9 +138,8 @@ class SampleDirectory:
     def merge_records(self, count: int) -> list[str]:
         """Merge the records of all ranks into metadata.jsonl, ordered by index; returns the files."""
         records = [record for index, record in sorted(self._read().items()) if index < count]
-        partial = self.folder / f".{METADATA_FILE}.partial"
-        partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        partial.replace(self.folder / METADATA_FILE)
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        output_paths.write_text_atomically(self.folder / METADATA_FILE, text)
         for path in self.folder.glob(f"{METADATA_FILE}.*"):
             path.unlink()
         return [str(record["file"]) for record in records]
@@ -312,7 +311,7 @@ def generate_samples(
     missing = [i for i in range(len(options)) if existing.get(i) != options.prompt(i)]
     check_constant_cost(run, options.search)
     verifier = build_verifier(options.judge, run, tiny=tiny)
-    rank_console = console if comm.rank == 0 else Console(quiet=True)
+    rank_console = console if comm.rank == 0 else make_console(quiet=True)
     if inference := describe_inference(config.sample):
         rank_console.print(inference, markup=False, highlight=False)
     cost = generate_missing(run, options, directory, missing, verifier, rank_console)
@@ -355,16 +354,19 @@ def generate_missing(
     # Of the ranks that hold parts of the same samples, the first one writes them.
     writes = comm.rank % (comm.world_size // data_parallel.world_size) == 0
     rounds = split_over_ranks(missing, run.batch.rollout_batch_size, data_parallel)
-    for number, (indices, is_duplicate) in enumerate(track(rounds, "generating", console=console)):
-        flops = flops if number else measure_flops(run, options, indices, verifier)
-        pixels, records, cost = run_search(run, options, indices, verifier)
-        cost = flops.add_flops(cost)
-        if writes and not is_duplicate:
-            total, sample_cost = total + cost, asdict(cost.per_sample(len(indices)))
-            for sample, record in zip(pixels, records, strict=True):
-                suffix = "png" if len(sample) == 1 else options.video_format or video_suffix()
-                name = f"{record['index']:05d}-{slugify(record['prompt'])}.{suffix}"
-                directory.add(sample, name, {**record, **sample_cost}, options.fps)
+    with ProgressBar(console) as progress:
+        progress.start("generating", sum(len(indices) for indices, _ in rounds), unit="samples")
+        for number, (indices, is_duplicate) in enumerate(rounds):
+            flops = flops if number else measure_flops(run, options, indices, verifier)
+            pixels, records, cost = run_search(run, options, indices, verifier)
+            cost = flops.add_flops(cost)
+            if writes and not is_duplicate:
+                total, sample_cost = total + cost, asdict(cost.per_sample(len(indices)))
+                for sample, record in zip(pixels, records, strict=True):
+                    suffix = "png" if len(sample) == 1 else options.video_format or video_suffix()
+                    name = f"{record['index']:05d}-{slugify(record['prompt'])}.{suffix}"
+                    directory.add(sample, name, {**record, **sample_cost}, options.fps)
+            progress.advance(len(indices))
     return total
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..config.build import build_rubric
 from ..config.registries import SEARCHES
 from ..config.validate import build_component
 from ..config.yaml_io import parse_yaml
+from ..console import Table
 from ..core.registry import ConfigError
 from ..core.reward import Verifier, load_shared_reward
 from ..evaluation.scoreboard.results import ConfidenceInterval, ScoreboardRow

@@ -23,6 +23,7 @@ from torch.nn import functional
 from ..config.schema import EngineConfig
 from ..core.errors import TrainingError
 from ..core.objective import Comm
+from ..core.output_paths import user_cache_directory, write_text_atomically
 from .precision import select_device
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -224,8 +225,7 @@ def _run_step(inputs: list[Tensor], device: torch.device, dtype: torch.dtype) ->
 
 
 def _cache_file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "tastemaker" / "bf16_slowdown.json"
+    return user_cache_directory() / "bf16_slowdown.json"
 
 
 def _read_cache() -> dict[str, float]:
@@ -238,10 +238,6 @@ def _read_cache() -> dict[str, float]:
 
 def _write_cache(known: Mapping[str, float]) -> None:
     try:
-        path = _cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        partial.replace(path)
+        write_text_atomically(_cache_file(), json.dumps(known, indent=1))
     except (OSError, RuntimeError):
         return  # without a cache, every process measures

@@ -34,15 +34,19 @@ def generate_samples(run: Run, step: int) -> SamplesGenerated:
 
 
 @torch.no_grad()
-def sample_pixels(run: Run, prompts: Prompts, metadata: tuple[Metadata, ...]) -> Tensor:
-    """Generate pixels [B, F, 3, H, W] from fixed noise, `batch.rollout_batch_size` samples at a time."""
+def sample_pixels(run: Run, prompts: Prompts, metadata: tuple[Metadata, ...], seed: int | None = None) -> Tensor:
+    """Generate pixels [B, F, 3, H, W] from fixed noise, `batch.rollout_batch_size` samples at a time.
+
+    The noise is that of `seed`, by default of the run's seed.
+    """
+    seed = run.seed if seed is None else seed
     size, chunks = run.batch.rollout_batch_size or len(prompts), []
     with run.engine.autocast(), run.use_sample_weights(), disable_compile(run):
         policy = sampling_policy(run.policy, run.sample)
         for first in range(0, len(prompts), size):
             indices = torch.arange(first, min(first + size, len(prompts)), device=run.engine.device)
             cond = policy.embed(prompts[first : first + size], metadata[first : first + size])
-            chunks.append(policy.decode(policy.sample(cond, Randomness(run.seed, SAMPLE_STEP, indices)).final))
+            chunks.append(policy.decode(policy.sample(cond, Randomness(seed, SAMPLE_STEP, indices)).final))
     return torch.cat(chunks)
 
 

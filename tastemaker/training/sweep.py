@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from rich.console import Console
 from ..config.build import make_tiny_any
 from ..config.check import require_valid, torchrun_world_size
 from ..config.schema import AnyConfig
+from ..console import format_remaining
 from ..core.errors import ConfigError, TrainingError, pluralize
-from ..core.output_paths import check_output_directory, replace_file
+from ..core.output_paths import check_output_directory, write_text_atomically
 from ..report.page import write_report
 from ..report.run_record import RunRecord, read_run
 from . import checkpoint
@@ -146,6 +148,7 @@ def run_sweep(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swe
     if torchrun_world_size() > 1:
         raise ConfigError("sweep: runs in one process; under torchrun start the commands of `sweep --dry-run` [TM300]")
     results = {result.name: result for result in read_results(out)}
+    times: list[float] = []  # seconds of each run
     for number, run in enumerate(runs, 1):
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         previous = results.get(run.name)
@@ -153,8 +156,11 @@ def run_sweep(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swe
             status = STOPPED if previous is not None and previous.status == STOPPED else FINISHED
             _print(console, f"run {number} of {len(runs)}: {words}: already done")
         else:
-            _print(console, f"run {number} of {len(runs)}: {words}")
+            left = f" ({format_remaining(times, len(runs) - number + 1)})" if times else ""
+            _print(console, f"run {number} of {len(runs)}: {words}{left}")
+            start = time.monotonic()
             status = train_run(run.config, console)
+            times.append(time.monotonic() - start)
         if not status:
             return None
         results[run.name] = SweepResult(run.name, run.settings, status, read_metrics(run.config.directory))
@@ -255,8 +261,7 @@ def read_results(out: Path) -> list[SweepResult]:
 
 
 def write_results(out: Path, results: Sequence[SweepResult]) -> None:
-    with replace_file(out / RESULTS_FILE) as path:
-        path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    write_text_atomically(out / RESULTS_FILE, json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

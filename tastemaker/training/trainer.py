@@ -17,6 +17,7 @@ from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
 from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
+from ..console import in_notebook
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
@@ -29,6 +30,7 @@ from .events import Event, TrainingFinished
 from .loggers.html_report import HtmlReportLogger
 from .loggers.jsonl import JsonlLogger
 from .loggers.logger import Logger, LoggerCollection
+from .loggers.notebook import NotebookProgressLogger
 from .loggers.progress import ProgressLogger
 from .loggers.sample_grids import SampleGridLogger
 from .loop import train
@@ -48,7 +50,8 @@ class TimeEstimator(Logger, Protocol):
 def build_loggers(config: AnyConfig, console: Console, timer: TimeEstimator | None = None) -> LoggerCollection:
     """Return the loggers of a run: metrics.jsonl, progress, sample grids and report, and those in `loggers`."""
     frames = config.model.frames if isinstance(config, RunConfig) else 1
-    progress = ProgressLogger(console, frames=frames, remaining_time=timer.text if timer else None)
+    progress_type = NotebookProgressLogger if in_notebook() and not console.quiet else ProgressLogger
+    progress = progress_type(console, frames=frames, remaining_time=timer.text if timer else None)
     loggers: list[Logger] = [JsonlLogger(), *([timer] if timer else []), progress, SampleGridLogger()]
     loggers += [build_logger(each, config) for each in config.loggers]
     return LoggerCollection([*loggers, HtmlReportLogger(console)], console)

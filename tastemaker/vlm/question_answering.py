@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ..config.load import YAML_SUFFIXES, list_recipes, read_recipe
 from ..config.validate import build_component
+from ..console import ProgressBar
 from ..core.errors import pluralize
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
@@ -231,8 +231,8 @@ def answer_folder(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         truncate_partial_line(out)
-        with out.open("a", encoding="utf-8") as record, Progress(console=console) as progress:
-            task = progress.add_task("asking", total=len(images), completed=len(images) - len(pending))
+        with out.open("a", encoding="utf-8") as record, ProgressBar(console) as progress:
+            progress.start("asking", len(images), len(images) - len(pending), "images")
             for batch in prefetch_batches(batch_by_size(pending, options.batch_size)):
                 if isinstance(batch, dict):
                     unreadable += 1
@@ -243,7 +243,7 @@ def answer_folder(
                         chunk = pairs[first : first + options.batch_size]
                         record.writelines(format_answers(options, chunk, answer_batch(model, options, chunk)))
                         record.flush()
-                progress.advance(task, 1 if isinstance(batch, dict) else len(batch))
+                progress.advance(1 if isinstance(batch, dict) else len(batch))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error}); name another file with --out [TM722]") from error
     console.print(f"{pluralize(len(images) - unreadable)} answered, see {out}", markup=False, soft_wrap=True)

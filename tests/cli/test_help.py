@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from tastemaker import __version__
 from tastemaker.cli import EXIT_USAGE, app
-from tastemaker.cli.components import fit_description
+from tastemaker.cli.components import fit_recipe
 from tastemaker.cli.options import PANELS
 from tastemaker.config.recipes import list_recipes, list_trainable_recipes
 from tastemaker.data.prompts import PromptFile
@@ -82,7 +82,7 @@ def test_recipes_are_grouped_and_filtered(capsys: pytest.CaptureFixture[str], mo
     assert {"name", "family", "description"} == set(json.loads(capsys.readouterr().out)[0])
     assert run_cli("list", "recipes", "--model", "nothing") == EXIT_USAGE
     assert run_cli("list", "models", "--model", "flux") == EXIT_USAGE
-    assert fit_description("VADER on Wan with LoRA. Reward: HPS v2.1.", 30) == "VADER. Reward: HPS v2.1."
+    assert fit_recipe("VADER on Wan with LoRA. Reward: HPS v2.1.", 30) == "VADER. Reward: HPS v2.1."
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,11 @@ def test_missing_type_lists_the_types(tuning: dict[str, Any]) -> None:
 def test_misspelled_choices_have_a_suggestion(change: str, hint: str) -> None:
     (error,) = validation_errors(f"objective.{change}", recipe="draft-toy-flow")
     key, _, value = change.partition("=")
-    assert error.startswith(f"objective.{key}: ") and f"got '{value}'; " in error and error.partition(" [TM")[0].endswith(hint)
+    assert (
+        error.startswith(f"objective.{key}: ")
+        and f"got '{value}'; " in error
+        and error.partition(" [TM")[0].endswith(hint)
+    )
 
 
 def test_unknown_choices_have_no_suggestion() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tastemaker as tm
 from tastemaker.config.build import build_rubric
@@ -17,6 +18,7 @@ from tastemaker.config.validate import validate_config
 from tastemaker.core.errors import ConfigError, RewardError
 from tastemaker.core.types import Placement
 
+QUIET = Console(quiet=True)
 SOURCE = """
 def redness(images, prompts, **metadata):
     return [float(image[0].mean()) - float(image[1:].mean()) for image in images]
@@ -84,3 +86,16 @@ def test_lambda_from_python_trains_a_model(tmp_path: Path) -> None:
     run = tm.build(config, rewards={"dark": dark, "bright": lambda images, prompts: images.mean((1, 2, 3))})
     assert list(run.rubric.rewards) == ["dark", "bright"]
     run.engine.close()
+
+
+def test_function_says_that_it_is_differentiable(tmp_path: Path) -> None:
+    def bright(images: torch.Tensor, prompts: list[str], **metadata: object) -> torch.Tensor:
+        return images.mean((1, 2, 3))
+
+    settings = ["steps=1", "sample.every=0", "engine.device=cpu", "objective={type: reward_gradient}"]
+    config = tm.load("grpo-toy-flow", [*settings, "rewards.color.weight=0", f"output_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match="bright"):
+        tm.train(config, rewards={"bright": bright}, console=QUIET)
+    vars(bright)["differentiable"] = True
+    metrics = tm.train(config, rewards={"bright": bright}, console=QUIET)
+    assert metrics["grad_norm"] > 0

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
+from ...console import Table
 from ...core.registry import ConfigError
 from .plan import ScoreboardPlan
 from .results import BeforeAfter, ConfidenceInterval, Result, ScoreboardRow, build_rows, load_results, mean_before_after
@@ -182,9 +182,11 @@ def _search_table(rows: Sequence[ScoreboardRow]) -> str:
 def _format_notes(rows: Sequence[ScoreboardRow]) -> list[str]:
     """List missed targets and the guard's warnings."""
     missed = [f"- {row.key}: {', '.join(row.missed_targets)}" for row in rows if row.missed_targets]
-    warnings = [f"- {row.key}, step {row.warning_step}: {row.warning}" for row in rows if row.warning_step is not None]
+    warnings = [[row.key, str(row.warning_step), row.warning] for row in rows if row.warning_step is not None]
     parts = ["Missed targets:\n\n" + "\n".join(missed)] if missed else []
-    return parts + (["Warnings of the guard:\n\n" + "\n".join(warnings)] if warnings else [])
+    if warnings:
+        parts.append("Warnings of the guard:\n\n" + format_table(["cell", "step", "warning"], warnings))
+    return parts
 
 
 def format_motion_table(results: Sequence[Result]) -> str | None:

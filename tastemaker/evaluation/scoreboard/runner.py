@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from ...console import format_remaining
 from ...core import output_paths
 from ...core.errors import TrainingError
 from ...core.registry import ConfigError
@@ -143,6 +144,7 @@ class JobQueue:
         self.pending, self.failed = list(pending), dict[str, str]()
         self.lock = threading.Condition()
         self.interrupted = False
+        self.seconds: list[float] = []  # of each finished job
         self._done, self._running, self._deadline = set(done), set[str](), deadline
 
     def __len__(self) -> int:
@@ -215,7 +217,9 @@ def report_job(
         score, scores = next(iter(result["after"]["scores"].items()))
         change = result.get("difference", {}).get(score)
         text = f"{score} {scores['overall']['mean']:.3f}" + (f" ({change['mean']:+.3f})" if change else "")
-    _print(console, f"{job.key}: {text}, {seconds:.0f} s, {len(queue)} left")
+    queue.seconds.append(seconds)
+    left = f", {format_remaining(queue.seconds, len(queue) / options.jobs)}" if len(queue) else ""
+    _print(console, f"{job.key}: {text}, {seconds:.0f} s, {len(queue)} left{left}")
 
 
 def summarize_queue(queue: JobQueue, console: Console) -> bool:
