@@ -38,15 +38,16 @@ def find_clip_tokenizer(weights: Any) -> Path | None:
 
 def _with_tokenizer(spec: Any, folder: Path) -> Any:
     """The reward, and rewards inside it, with this tokenizer where CLIP's own would be needed."""
-    if not isinstance(spec, RewardSpec) or not is_dataclass(spec):
+    if not is_dataclass(spec):
         return spec
+    settings: Any = spec  # a reward, which mypy takes for a class
     changes: dict[str, Any] = {}
-    for field in fields(spec):
+    for field in fields(settings):
         value = getattr(spec, field.name)
         if isinstance(value, RewardSpec):
             changes[field.name] = _with_tokenizer(value, folder)
         elif isinstance(value, tuple) and any(isinstance(each, RewardSpec) for each in value):
             changes[field.name] = tuple(_with_tokenizer(each, folder) for each in value)
-        elif field.name == "tokenizer" and value is None and CLIP_TOKENIZER in spec.sources:
+        elif field.name == "tokenizer" and value is None and CLIP_TOKENIZER in settings.sources:
             changes[field.name] = str(folder)
-    return replace(spec, **changes) if changes else spec
+    return replace(settings, **changes) if changes else spec

@@ -37,7 +37,6 @@ class PipelineLayout:
     component: str  # the component of the pipeline that trains
     comfyui_lora_prefix: str  # before the names of adapters in ComfyUI
     to_original: Callable[[Tensors, Mapping[str, Any]], Tensors]  # diffusers' tensors and config to the original names
-    comfyui_layer: Callable[[str], str] | None = None  # a layer's name in ComfyUI's network, if adapters have it
     comfyui_workflow: str = ""  # kind of ComfyUI workflow, if one is known
     # Original names of layers to ours, if LoRAs are published under the original names.
     original_lora_layers: Callable[[Sequence[str], Any], dict[str, str]] | None = None
@@ -47,6 +46,7 @@ class PipelineLayout:
     ] = ()  # components and their prefixes in the network, if several train
     # What loads adapters: the pipeline, code that adds them to its weights, or this package only.
     lora_loader: Literal["pipeline", "merge", "tastemaker"] = "pipeline"
+    comfyui_layer: Callable[[str], str] | None = None  # a layer's name in ComfyUI's network, if adapters have it
 
     @property
     def components(self) -> dict[str, str]:

@@ -196,7 +196,7 @@ def prefer_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         section, _, name = setting.partition(".")
         return isinstance(given.get(section), dict) and name in given[section]
 
-    replaced = {
+    replaced: dict[str, Any] = {
         name: None
         for name, settings in TRAINING_SETTINGS.items()
         if any(map(is_set, settings)) and not is_set(f"sample.{name}")
