@@ -34,6 +34,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def require_model_type(path: Path, expected: str, key: str) -> None:
+    """Refuse a folder whose config.json is of another type of network."""
+    found = read_config(path if path.is_dir() else path.parent).get("model_type")
+    if found != expected:
+        raise ConfigError(
+            f"{key} is '{path!s:.200}', the folder of a network of the type {found!s:.40}; expected {expected} [TM893]"
+        )
+
+
 def load_network(
     model_class: Any, config: Any, path: Path, placement: Placement, tensors: Mapping[str, Tensor] | None = None
 ) -> Any:
