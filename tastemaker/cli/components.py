@@ -49,12 +49,13 @@ def list_(
     from ..config import catalog
 
     if kind not in KINDS:
-        raise ConfigError(f"list: there is no kind '{kind:.60}'{suggest_name(kind, KINDS)} [TM067]")
+        raise ConfigError(f"list: unknown kind '{kind:.60}'{suggest_name(kind, KINDS)} [TM067]")
     rows, filters = catalog.component_rows(kind), {"objective": objective, "model": model, "device": device or ""}
     if any(filters.values()):
         if kind != "recipes":
             raise ConfigError(
-                f"list {kind}: --objective, --model and --device select recipes; use `list recipes` [TM068]"
+                f"list {kind}: --objective, --model and --device filter recipes only; use `tastemaker list "
+                "recipes`, or remove these options [TM068]"
             )
         rows = catalog.select_recipes(rows, **filters)
     console = make_console()

@@ -82,10 +82,16 @@ def encode(
 
     place = choose_placement(device, "fp32")
     if bool(tokenizer) == bool(vae):
-        raise ConfigError("encode: give either --tokenizer, for tokens, or --vae, for latents [TM069]")
+        raise ConfigError(
+            "encode: expected either --tokenizer (writes tokens) or --vae (writes latents); give exactly one of the "
+            "two [TM069]"
+        )
     if vae:
         if views == "ten-crop":
-            raise ConfigError("--views ten-crop is for tokens; choose center or flip [TM070]")
+            raise ConfigError(
+                "encode: --views ten-crop works with --tokenizer only; use --views center or --views flip with --vae "
+                "[TM070]"
+            )
         options = image_encoding.LatentEncodingOptions(
             images, vae, out or Path("latents"), size, views == "flip", caption_source, shard_size, max_skipped
         )

@@ -147,7 +147,8 @@ def plan(
     config = load_any_config(recipe, merge_overrides(overrides))
     if isinstance(config, JudgeRunConfig):
         raise ConfigError(
-            "plan: the recipe trains a judge, whose size is not known; run `tastemaker train` instead [TM071]"
+            "plan: this recipe trains a judge, and plan cannot estimate the memory of a judge; run `tastemaker "
+            "train` instead [TM071]"
         )
     engine, precision = resolve_for_planning(config.engine)
     config, console, cache = replace(config, engine=engine), make_console(), PlanCache(enabled=not no_cache)

@@ -16,10 +16,13 @@ def check_output_directory(path: Path, option: str = "--out") -> Path:
     """Return the path if it is a directory that can be written to, or if it can be created."""
     nearest = next(place for place in (path, *path.parents, Path()) if os.path.lexists(place))
     if not nearest.is_dir():
-        raise ConfigError(f"{option}: {nearest} is a file; expected a directory to write to [TM089]")
+        raise ConfigError(
+            f"{option}: expected a directory to write to, but {nearest} is a file; choose another {option} [TM089]"
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{option}: {nearest} is not writable; choose another directory, or change its permissions [TM090]"
+            f"{option}: the directory {nearest} is not writable; choose another directory, or change its "
+            "permissions [TM090]"
         )
     return path
 
@@ -27,7 +30,7 @@ def check_output_directory(path: Path, option: str = "--out") -> Path:
 def check_output_file(path: Path, option: str = "--out") -> Path:
     """Return the path if it is a file that can be written, or if it can be created."""
     if path.is_dir():
-        raise ConfigError(f"{option}: {path} is a directory; expected a file to write to, such as one in it [TM091]")
+        raise ConfigError(f"{option}: expected a file to write to, but {path} is a directory; add a file name [TM091]")
     check_output_directory(path.parent, option)
     return path
 

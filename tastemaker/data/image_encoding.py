@@ -70,7 +70,7 @@ class SkippedFiles:
         count = len(self.messages)
         if count > self.limit:
             before = f", and {count - 1} before it" if count > 1 else ""
-            failure = f"{message}{before}; or allow more of them with --max-skipped {2 * count} [TM829]"
+            failure = f"{message}{before}; or skip more files with --max-skipped {2 * count} [TM829]"
             if os.environ.get("RANK", "0") != "0":  # torchrun shows the errors of the first rank only
                 console.print(f"error: {failure}", markup=False, highlight=False, soft_wrap=True)
             raise ConfigError(failure) from error
@@ -152,13 +152,14 @@ def load_continuous_autoencoder(name: str, size: int, placement: Placement) -> A
     net = as_autoencoder(load_autoencoder(name, placement))
     if not net.channels:
         raise ConfigError(
-            f"--vae: '{name:.200}' has no continuous latents; pass a tokenizer with --tokenizer, "
-            "or derive a network of your own from AutoencoderNet, with `channels`, `stride`, `encode` and `decode`"
-            " [TM159]"
+            f"--vae: '{name:.200}' does not have continuous latents; use --tokenizer for a tokenizer. A network "
+            "of your own must derive from AutoencoderNet and define `channels`, `stride`, `encode` and `decode` "
+            "[TM159]"
         )
     if size % net.stride:
         raise ConfigError(
-            f"--size {size} is no multiple of {net.stride}, the stride of the autoencoder; choose one [TM160]"
+            f"--size: {size} is not a multiple of {net.stride}, the stride of the autoencoder; choose a multiple "
+            f"of {net.stride} [TM160]"
         )
     return net
 
@@ -169,9 +170,8 @@ def check_same_manifest(manifest: Mapping[str, Any], existing: Mapping[str, Any]
     if changed is not None:
         what = {"data": "images", "num_images": "images"}.get(changed, changed)
         raise ConfigError(
-            f"{folder} was started with another '{what}' ({existing.get(changed)!s:.60}, now "
-            f"{manifest[changed]!s:.60}); choose another folder with --out, or remove this one"
-            " [TM161]"
+            f"--out: {folder} was started with another '{what}' ({existing.get(changed)!s:.60}, now "
+            f"{manifest[changed]!s:.60}); choose another folder with --out, or remove {folder} [TM161]"
         )
 
 
@@ -251,7 +251,7 @@ class LatentEncoder:
             return self.images.prompt(index), pixels.movedim(-1, 0)
         except READ_ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            message = f"{source.name(index)} cannot be used ({reason:.200}); repair or remove it"
+            message = f"{source.name(index)} cannot be used ({reason:.200}); repair or remove this file"
             self.skipped.add(str(error) if isinstance(error, ImageError) else message, error, self.console)
             return None
 
@@ -302,7 +302,8 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
     shape, tensors = read_tokenizer(options.tokenizer)
     if options.size % shape.stride:
         raise ConfigError(
-            f"--size {options.size} is no multiple of {shape.stride}, the stride of the tokenizer; choose one [TM162]"
+            f"--size: {options.size} is not a multiple of {shape.stride}, the stride of the tokenizer; choose a "
+            f"multiple of {shape.stride} [TM162]"
         )
     cifar10 = is_cifar10(options.images)
     images = load_cifar10(options.images, options.split) if cifar10 else open_class_folder(options.images)

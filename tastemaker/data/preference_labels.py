@@ -71,9 +71,8 @@ class LabelRules:
     def __post_init__(self) -> None:
         if self.unclear > self.clear:
             raise ConfigError(
-                f"found --unclear-until {self.unclear} and --clear-from {self.clear}; "
-                "expected --clear-from to be at least --unclear-until"
-                " [TM208]"
+                f"--clear-from: expected at least the value of --unclear-until, got --clear-from {self.clear} and "
+                f"--unclear-until {self.unclear}; raise --clear-from [TM208]"
             )
 
     def is_correct(self, row: Row) -> bool:
@@ -183,9 +182,15 @@ class PreferenceOptions:
 
     def __post_init__(self) -> None:
         if not self.prompts.prompts:
-            raise ConfigError("no prompt is left that the benchmark does not have; pass others with --prompts [TM209]")
+            raise ConfigError(
+                "--prompts: all prompts are also in the benchmark, so none are left; give other prompts with "
+                "--prompts [TM209]"
+            )
         if any(not 0 < progress < 1 for progress in self.previews):
-            raise ConfigError(f"--previews: found {list(self.previews)}; expected numbers above 0 and below 1 [TM210]")
+            raise ConfigError(
+                f"--previews: expected numbers above 0 and below 1, got {list(self.previews)}; give for example "
+                "--previews 0.25,0.5 [TM210]"
+            )
 
     def __len__(self) -> int:
         return len(self.prompts) * self.samples_per_prompt
@@ -221,7 +226,10 @@ def parse_progress(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers with commas between them [TM211]") from error
+        raise ConfigError(
+            f"{option}: expected numbers separated by commas, got '{text:.60}'; give for example {option} 0.25,0.5 "
+            "[TM211]"
+        ) from error
 
 
 def benchmark_prompts(name: str) -> PromptBatch:

@@ -282,7 +282,7 @@ def run_demo(out: Path, overrides: Sequence[str], *, prompts: int, console: Cons
     """Run the demo or what is left of it; False if training was interrupted."""
     for key in ("name", "output"):
         if any(override.partition("=")[0] == key for override in overrides):
-            raise ConfigError(f"`{key}` cannot be set for the demo; choose its directory with --out [TM756]")
+            raise ConfigError(f"demo: `{key}` cannot be set here; choose the directory with --out [TM756]")
     output_paths.check_output_directory(out)
     out = out if out.name not in ("", "..") else out.resolve()  # a run needs a name
     recipe = load(RECIPE, overrides)
@@ -290,7 +290,8 @@ def run_demo(out: Path, overrides: Sequence[str], *, prompts: int, console: Cons
     if changed := run_directory.diff_run_config(config, out):
         changes = "; ".join(f"{name}: {change}" for name, change in changed.items())
         raise ConfigError(
-            f"{out} holds a demo with other settings ({changes}); choose another --out or remove {out} [TM757]"
+            f"--out: {out} already contains a demo with other settings ({changes}); choose another --out, or "
+            f"remove {out} [TM757]"
         )
     return Demo(recipe, config, out, EvaluationOptions(load_benchmark("playeval", prompts, None)), console).run()
 

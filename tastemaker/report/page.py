@@ -34,7 +34,7 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
     `report-share.png`.
     """
     if not directories:
-        raise ConfigError("a report needs at least one run; give the directory of one, as in runs/demo [TM778]")
+        raise ConfigError("report: no run was given; give at least one run directory, for example runs/demo [TM778]")
     path = out or directories[0] / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     groups = group_runs([read_run(directory) for directory in directories])

@@ -88,7 +88,8 @@ def parse_reward(text: str, option: str) -> tuple[str, RewardSpec]:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{option} {text!r:.80} is not a name or a mapping; expected jpeg or '{{type: jpeg}}' [TM387]"
+            f"{option}: expected a name or a mapping, got {text!r:.80}; give for example jpeg or '{{type: jpeg}}' "
+            "[TM387]"
         ) from error
     data = {"type": data} if isinstance(data, str) else data
     spec: RewardSpec = build_component(RewardSpec, data, option)
@@ -117,9 +118,7 @@ def find_images_with_prompts(path: Path, prompts: Path | None, *, frame_folders:
     single, metadata = folder != path, folder / "metadata.jsonl"
     files = [path] if single else find_images_and_videos(path, frame_folders=frame_folders)
     if not files:
-        raise ConfigError(
-            f"{path}: no images found; expected a file or folder with {', '.join(sorted(SUFFIXES))} [TM388]"
-        )
+        raise ConfigError(f"{path}: no images found; give a file or folder with {', '.join(sorted(SUFFIXES))} [TM388]")
     if prompts:
         records = read_metadata(prompts, folder)
     else:  # files may have been removed since they were listed
@@ -128,7 +127,7 @@ def find_images_with_prompts(path: Path, prompts: Path | None, *, frame_folders:
     if single:
         records = [record for record in records if record.file == path]
     if prompts and not records:
-        raise ConfigError(f"{prompts}: it has no row for {path}; expected one whose 'file' is its name [TM389]")
+        raise ConfigError(f"{prompts}: no row matches {path}; add a row whose 'file' is the name of the image [TM389]")
     return records or [ImageRecord(file, file.stem.replace("_", " ").replace("-", " ")) for file in files]
 
 
@@ -155,7 +154,8 @@ def read_metadata(path: Path, folder: Path) -> list[ImageRecord]:
     """The rows of a JSONL or CSV file; their other columns become metadata."""
     if path.suffix not in (".jsonl", ".csv"):
         raise ConfigError(
-            f"--prompts: found '{path}'; expected a .jsonl or .csv with columns 'file' and 'prompt' [TM390]"
+            f"--prompts: expected a .jsonl or .csv file with the columns 'file' and 'prompt', got '{path}'; give "
+            "another file [TM390]"
         )
     rows = read_json_rows(path) if path.suffix == ".jsonl" else read_csv_rows(path)
 
@@ -208,7 +208,9 @@ def score_images(
                 rows += new
                 progress.advance(len(new))
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error}); name another file with --out [TM391]") from error
+        raise ConfigError(
+            f"--out: {target} cannot be written ({error}); give another file with --out [TM391]"
+        ) from error
     # In the order of the images; they were scored grouped by size.
     order = {(str(image.file), image.prompt): i for i, image in enumerate(images)}
     rows.sort(key=lambda row: order[row["file"], row["prompt"]])

@@ -219,7 +219,7 @@ def warn_random_weights(config: RunConfig) -> None:
     problem = "model.weights is not set" if "weights" in settings else f"'{settings['type']}' has no trained weights"
     advice = "set model.weights, or " if "weights" in settings else ""
     warnings.warn(
-        f"{problem}: the samples come from random weights; {advice}pass the directory of a trained run [TM568]",
+        f"{problem}, so the samples come from random weights; {advice}give the directory of a trained run [TM568]",
         stacklevel=3,
     )
 
@@ -231,11 +231,11 @@ def _resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None) ->
         return (replace(config, tuning=find_lora(lora, config.model.layout)) if lora else config), None
     if lora is not None:
         raise ConfigError(
-            f"--lora: {folder} is a run, which has weights of its own; pass the recipe of its base model [TM569]"
+            f"--lora: {folder} is a run and has its own weights; give the recipe of its base model instead [TM569]"
         )
     latest = latest_checkpoint(folder)
     if latest is None:
-        raise ConfigError(f"{folder} has no checkpoint yet; train it first, or pass the name of a recipe [TM570]")
+        raise ConfigError(f"{folder} has no checkpoint yet; train this run first, or give the name of a recipe [TM570]")
     return load(folder / CONFIG_FILE, overrides), latest
 
 
@@ -243,8 +243,8 @@ def find_lora(path: Path, layout: PipelineLayout | None) -> LoraFromFile:
     """The LoRA of a file, of the only LoRA file in a folder, or of a downloaded hub id."""
     file = only_lora_file(path, f"--lora: {path}") if path.is_dir() else resolve_lora_path(path)
     if not file.is_file():
-        known = f"an id on the hub that `tastemaker download` fetched, or {' or '.join(PUBLISHED_LORAS)}"
-        raise ConfigError(f"--lora: there is no file {file!s:.200}; pass a LoRA file, {known} [TM571]")
+        known = f"a hub id that was downloaded with `tastemaker download`, or {' or '.join(PUBLISHED_LORAS)}"
+        raise ConfigError(f"--lora: the file {file!s:.200} does not exist; give a LoRA file, {known} [TM571]")
     if file.suffix not in LORA_SUFFIXES:
         suffixes = f"{', '.join(LORA_SUFFIXES[:-1])} or {LORA_SUFFIXES[-1]}"
         raise ConfigError(f"--lora: {file!s:.200} ends in '{file.suffix}'; expected a directory, {suffixes} [TM572]")
@@ -261,7 +261,8 @@ def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
         return load(folder / RECIPE_FILE, [*overrides, *(f"model.{part}={folder}" for part in parts)])
     if not (folder / PIPELINE_INDEX).is_file():
         raise ConfigError(
-            f"{folder} holds no complete pipeline; export it without --network-only, with --layout diffusers [TM573]"
+            f"{folder} does not contain a complete pipeline; export it without --network-only, with --layout "
+            "diffusers [TM573]"
         )
     model: Any = config.model
     # Some models read the trained part from a file of its own; here it is part of the pipeline.
@@ -280,7 +281,7 @@ def choose_prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -
     try:
         batch = config.data.load(config.seed).first_prompts(8)
     except ConfigError as error:  # the data of a run may have been moved or changed since
-        raise ConfigError(f"{error}; or pass prompts with -p instead of those of the data [TM574]") from error
+        raise ConfigError(f"{error}; or give prompts with -p [TM574]") from error
     return batch if any(batch.prompts) or any(batch.metadata) else PromptBatch(batch.prompts[:1], batch.metadata[:1])
 
 
@@ -385,7 +386,7 @@ def scale_lora(run: Run, scale: float) -> None:
         run.policy.weights.scale(scale)
     elif scale != 1:
         raise ConfigError(
-            "--lora-scale: these weights have no LoRA; pass a LoRA run, or a LoRA file with --lora [TM576]"
+            "--lora-scale: these weights do not contain LoRA; give a LoRA run, or a LoRA file with --lora [TM576]"
         )
 
 

@@ -62,7 +62,7 @@ def choose_for_cuda(
         if bf16:
             return PrecisionChoice("bf16", f"{gpu}, so it computes in bf16 natively")
         # torch.compile cannot be combined with tf32.
-        reason = f"{gpu}, but PyTorch {torch.__version__} offers no bf16 on it"
+        reason = f"{gpu}, but PyTorch {torch.__version__} does not support bf16 on it"
         return PrecisionChoice("fp32" if compiled else "tf32", reason)
     if capability >= (7, 0) and "GTX 16" not in name:
         return PrecisionChoice("fp16", f"{gpu}: fp16 tensor cores, no native bf16")
@@ -157,9 +157,8 @@ def describe_emulation(config: EngineConfig, device: torch.device) -> str | None
     advice = "set engine.precision=auto" + (" and engine.param_dtype=fp32" if config.param_dtype == "bf16" else "")
     name = "this CPU" if device.type == "cpu" else "this GPU"
     return (
-        f"engine.precision: bf16 is emulated on {name} and measured {factor:.1f}x slower than fp32; "
-        f"{advice}, which stands for {auto} here"
-        " [TM812]"
+        f"engine.precision: bf16 is emulated on {name} and measured {factor:.1f}x slower than fp32; {advice}, "
+        f"which is {auto} here [TM812]"
     )
 
 

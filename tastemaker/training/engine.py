@@ -62,9 +62,8 @@ class LaunchedUpdate:
         if not accepted and self.loss_scale is None:
             what = f"{int(bad)} loss value(s)" if bad else "the gradient norm"
             raise TrainingError(
-                f"{what} of step {self.step} came out as nan or infinite; the weights were not updated. Lower "
-                "optim.lr, look for extreme values in rewards or data, or set engine.precision to fp32 or bf16"
-                " [TM270]"
+                f"{what} of step {self.step} is NaN or infinite, so the weights were not updated. Lower optim.lr, "
+                "look for extreme values in rewards or data, or set engine.precision to fp32 or bf16 [TM270]"
             )
         return Update(norm, self.lr, skipped=not accepted)
 
@@ -168,16 +167,15 @@ class Engine:
         """Refuse networks that FSDP cannot shard."""
         if self.mesh is not None and traits.data_dependent_forward:
             raise TrainingError(
-                f"engine.strategy {self.config.strategy} needs all ranks to call the same layers, but this network "
-                "chooses its layers by the timesteps of a batch, so ranks would deadlock; set it to replicated"
-                " [TM271]"
+                f"engine.strategy: {self.config.strategy} needs all ranks to call the same layers, but this "
+                "network selects layers by timestep, so ranks would deadlock; set engine.strategy=replicated "
+                "[TM271]"
             )
         scalars = [name for name, p in net.named_parameters() if not p.ndim]
         if self.mesh is not None and scalars:
             raise TrainingError(
-                f"engine.strategy {self.config.strategy} cannot shard the scalar parameter '{scalars[0]}'; "
-                "give it one dimension of size 1, or set engine.strategy to replicated"
-                " [TM272]"
+                f"engine.strategy: {self.config.strategy} cannot shard the scalar parameter '{scalars[0]}'; give "
+                "it the shape [1], or set engine.strategy=replicated [TM272]"
             )
 
     def _check_all_sharded(self) -> None:
@@ -185,9 +183,8 @@ class Engine:
         unsharded = [key for key, p in self.parameters.items() if not isinstance(p, DTensor)]
         if self.mesh is not None and unsharded:
             raise TrainingError(
-                f"engine.strategy {self.config.strategy} shards the backbone only, but '{unsharded[0]}' is trained "
-                "too; set engine.strategy to replicated, or leave text_encoder out of tuning.modules"
-                " [TM273]"
+                f"engine.strategy: {self.config.strategy} shards the backbone only, but '{unsharded[0]}' is "
+                "trained too; set engine.strategy=replicated, or remove text_encoder from tuning.modules [TM273]"
             )
 
     @torch.no_grad()
@@ -242,7 +239,10 @@ class Engine:
     def backward(self, value: Tensor, *, last: bool) -> None:
         """Accumulate gradients of this micro-batch's share of the loss; only the `last` one synchronizes the ranks."""
         if not value.requires_grad:
-            raise TrainingError("the loss depends on no trainable weight, so it has no gradient [TM274]")
+            raise TrainingError(
+                "the loss does not depend on a trainable weight, so it has no gradient; check that the objective "
+                "uses the policy with gradients enabled [TM274]"
+            )
         self._nonfinite_losses += (~value.detach().isfinite()).float()
         if isinstance(self.net, FSDPModule):
             self.net.set_requires_gradient_sync(last)

@@ -71,7 +71,7 @@ def claim_run_directory(config: AnyConfig, directory: Path, allowed: Sequence[st
     if refused:
         listed = "; ".join(f"{name}: {change}" for name, change in refused.items())
         advice = f"add {suggest_allow_change(list(refused))}, choose another name, or remove the directory"
-        raise ConfigError(f"{directory} holds a run with another configuration ({listed}); {advice} [TM291]")
+        raise ConfigError(f"{directory} contains a run with another configuration ({listed}); {advice} [TM291]")
     return checkpoint.latest_checkpoint(directory)
 
 

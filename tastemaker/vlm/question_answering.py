@@ -126,7 +126,7 @@ class AskOptions:
 
     def __post_init__(self) -> None:
         if not all(question.strip() for question in self.questions):
-            raise ConfigError("the question is empty; ask something, such as 'describe this image' [TM719]")
+            raise ConfigError("the question is empty; ask for example 'describe this image' [TM719]")
 
     def questions_about(self, image: ImageRecord) -> list[str]:
         """The questions about an image, without duplicates."""
@@ -164,15 +164,15 @@ def find_showo(model: str) -> ShowoSpec | None:
     if "model" not in recipe:
         judge = recipe.get("judge")
         if not isinstance(judge, Mapping):
-            advice = "trains no model that answers questions; name a Show-o, or a vision-language model"
+            advice = "does not train a model that answers questions; give a Show-o model, or a vision-language model"
         elif is_run:
-            advice = f"fine-tuned a judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
+            advice = f"is a fine-tuned judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
         else:
-            advice = f"is a recipe; name the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
+            advice = f"is a recipe; give the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
         raise ConfigError(f"--model: {model:.200} {advice} [TM720]")
     spec: ModelSpec = build_component(ModelSpec, recipe["model"], "--model")
     if not isinstance(spec, ShowoSpec):
-        advice = "name a Show-o, or a vision-language model"
+        advice = "give a Show-o model, or a vision-language model"
         raise ConfigError(f"--model: {model} generates images but does not answer questions; {advice} [TM721]")
     return replace(spec, weights=model) if is_run else spec
 
@@ -245,10 +245,12 @@ def answer_folder(
                         record.flush()
                 progress.advance(1 if isinstance(batch, dict) else len(batch))
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error}); name another file with --out [TM722]") from error
+        raise ConfigError(f"--out: {out} cannot be written ({error}); give another file with --out [TM722]") from error
     console.print(f"{pluralize(len(images) - unreadable)} answered, see {out}", markup=False, soft_wrap=True)
     if unreadable:
-        raise ImageError(f"{unreadable} of {pluralize(len(images))} could not be read; the lines above say why [TM723]")
+        raise ImageError(
+            f"{unreadable} of {pluralize(len(images))} could not be read; the lines above give the reasons [TM723]"
+        )
     return options.read_answers(out, images)
 
 
@@ -280,7 +282,7 @@ def read_answers(out: Path) -> list[dict[str, Any]]:
     try:
         text = out.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{out} holds no text; name another file with --out [TM724]") from error
+        raise ConfigError(f"--out: {out} is not a text file; give another file with --out [TM724]") from error
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -288,7 +290,7 @@ def read_answers(out: Path) -> list[dict[str, Any]]:
             continue
         if not isinstance(row, dict) or not {"file", "question", "made"} <= row.keys():
             raise ConfigError(
-                f"{out} holds something else than answers ({line:.40}); name another file with --out [TM725]"
+                f"--out: {out} contains other data than answers ({line:.40}); give another file with --out [TM725]"
             )
         rows.append(row)
     return rows

@@ -114,7 +114,7 @@ def test_broken_images_are_reported_and_the_rest_scored(capsys: Any) -> None:
     assert {name for name, row in rows.items() if "error" in row} == {"no_colour", "m_broken"}
     assert rows["a_red"]["color"] == rows["z_blue"]["color"] > 0.5
     assert rows["no_colour"]["brightness"] == pytest.approx(0.5, abs=0.01) and "color" not in rows["no_colour"]
-    assert "names no color" in rows["no_colour"]["error"]
+    assert "TM382" in rows["no_colour"]["error"]
     output = read_output(capsys)
     assert "skipped: made/m_broken.png" in output
     assert "2 of 4 images could not be scored" in output and "2 images scored" in output
@@ -135,7 +135,7 @@ def test_missing_image_is_reported(capsys: Any) -> None:
         ("{}\n", "prompts.jsonl", "line 1: 'file'"),
         ("file,prompt\na\n", "prompts.csv", "line 2: expected 2 columns"),
         ("x", "prompts.txt", "expected a .jsonl or .csv"),
-        ('{"file": "other.png", "prompt": "a"}', "prompts.jsonl", "row for made/one.png"),
+        ('{"file": "other.png", "prompt": "a"}', "prompts.jsonl", "row matches made/one.png"),
     ],
 )
 def test_invalid_prompt_file_is_refused(content: str, name: str, fragment: str, capsys: Any) -> None:

@@ -102,6 +102,17 @@ def test_lora_and_fsdp_save_memory() -> None:
 
 
 @pytest.mark.usefixtures("small_networks")
+def test_context_parallel_ranks_divide_activations_and_work() -> None:
+    overrides = ["model.height=80", "model.width=80", "model.max_text_tokens=16"]  # 25 image tokens, an odd number
+    plain, shared = (
+        estimate_resources(load("mixgrpo-flux", [*overrides, f"engine.context_parallel={ranks}"]), ranks)
+        for ranks in (1, 2)
+    )
+    assert shared.update_flops == plain.update_flops / 2
+    assert 0.45 * plain.update_activations < shared.update_activations < 0.7 * plain.update_activations
+
+
+@pytest.mark.usefixtures("small_networks")
 def test_batch_sizes_include_branches_and_guidance() -> None:
     srpo = estimate("batch.rollout_batch_size=8", "batch.micro_batch_size=4")
     assert (srpo.collect_batch, srpo.update_batch) == (8, 8)

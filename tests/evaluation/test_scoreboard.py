@@ -194,8 +194,8 @@ def test_page_describes_measurements_and_missed_targets(playground: ScoreboardPl
     text = format_section(rows, synthetic_results(), "scoreboard")
     assert "synthetic" in text and "240 prompts" in text
     assert f"- grpo-flow: {missed_target(rows, 'grpo-flow')}" in text
-    assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking: synthetic" in text
-    widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
+    assert "| reward-gradient-flow16-lenient | 150 | probable reward hacking: synthetic |" in text
+    widths = {row.count("|") for row in text.split("Warnings of the guard")[0].splitlines() if row.startswith("|")}
     assert len(widths) == 1
 
 
@@ -253,7 +253,7 @@ def test_summary_from_merged_results(tmp_path: Path) -> None:
 def test_summary_of_no_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", "--summary", str(tmp_path)])
-    assert exit_info.value.code == 2 and "run the bench first" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "TM645" in capsys.readouterr().err
 
 
 def test_number_formats() -> None:

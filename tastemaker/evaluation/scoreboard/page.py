@@ -32,13 +32,14 @@ def write_scoreboard(plan: ScoreboardPlan, source: Path, page: Path | None, cons
     results = load_results(source)
     rows = build_rows(results, plan)
     if not rows:
-        raise ConfigError(f"{source} holds no result of a cell of {plan.name} yet; run the bench first [TM645]")
+        raise ConfigError(f"{source} does not contain results of {plan.name} yet; run `tastemaker bench` first [TM645]")
     default_page = (source if source.is_dir() else source.parent) / SCOREBOARD_FILE
     pages = {default_page: f"# {plan.name}\n\n{BEGIN_MARK}\n{END_MARK}\n"}
     if page is not None:
         if not page.is_file():
             raise ConfigError(
-                f"--page: there is no page {page}; expected one with the lines '{BEGIN_MARK}' and '{END_MARK}' [TM646]"
+                f"--page: the file {page} does not exist; create it with the lines '{BEGIN_MARK}' and "
+                f"'{END_MARK}' [TM646]"
             )
         pages[page] = page.read_text(encoding="utf-8")
     for path, text in pages.items():
@@ -98,7 +99,8 @@ def replace_section(text: str, body: str, page: str) -> str:
     """Replace what is between the marks of a page."""
     if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1 or text.index(BEGIN_MARK) > text.index(END_MARK):
         raise ConfigError(
-            f"{page} has no place for the results; expected the lines '{BEGIN_MARK}' and '{END_MARK}' in it [TM647]"
+            f"--page: {page} must contain the lines '{BEGIN_MARK}' and '{END_MARK}' once each, in this order; add "
+            "them where the results belong [TM647]"
         )
     before, _, rest = text.partition(BEGIN_MARK)
     return f"{before}{BEGIN_MARK}\n\n{body}\n\n{END_MARK}{rest.partition(END_MARK)[2]}"

@@ -125,10 +125,10 @@ def _read_json(path: Path) -> Result:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as results ({error}); remove it and run the bench again [TM653]"
+            f"{path} cannot be read as results ({error}); remove the file and run the bench again [TM653]"
         ) from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no results; expected a file written by `tastemaker bench` [TM654]")
+        raise ConfigError(f"{path} does not contain results; give a file that `tastemaker bench` wrote [TM654]")
     return data
 
 

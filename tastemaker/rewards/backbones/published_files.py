@@ -40,7 +40,7 @@ class PublishedFile:
     size: str
     license: str
     folder: str = "geneval"  # of the downloads, and the name that `tastemaker download` takes
-    setting: str = "--detector, or `weights:` of the reward"  # that takes a path instead
+    setting: str = "--detector or the `weights:` of the reward"  # that takes a path instead
 
     @property
     def path(self) -> Path:
@@ -53,9 +53,8 @@ class PublishedFile:
         """The path of the downloaded file; refuses if it is missing."""
         if not self.path.is_file():
             raise ConfigError(
-                f"the weights '{self.name}' are not here; expected a local path, or {self.url} ({self.size}, "
-                f"{self.license}), which `tastemaker download {self.folder}` fetches"
-                " [TM359]"
+                f"the weights '{self.name}' were not found; give a local path, or download {self.url} "
+                f"({self.size}, {self.license}) with `tastemaker download {self.folder}` [TM359]"
             )
         return self.path
 
@@ -64,8 +63,10 @@ class PublishedFile:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if not digest.startswith(self.sha256_prefix):
-            expected = f"that of {self.name} begins with {self.sha256_prefix}"
-            raise ConfigError(f"{path} has the SHA-256 {digest[:12]}..., but {expected}; fetch it again [TM360]")
+            expected = f"the SHA-256 of {self.name} begins with {self.sha256_prefix}"
+            raise ConfigError(
+                f"{path} has the SHA-256 {digest[:12]}..., but {expected}; download the file again [TM360]"
+            )
         return path
 
 
