@@ -161,7 +161,7 @@ def test_download_fetches_the_heads_of_vader_and_checks_them(
     monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *names: tmp_path.joinpath("assets", *names))
     monkeypatch.chdir(tmp_path)
     console = Console(quiet=True)
-    with pytest.raises(ConfigError, match=r"tastemaker download vader-heads.*snowy_reward\.pt.*TM378"):
+    with pytest.raises(ConfigError, match=r"snowy_reward\.pt.*tastemaker download vader-heads.*TM378"):
         WeatherReward("snowy", str(clip)).load(Placement())
     save_state_dict(fitted_head("snowy"), published / "snowy_reward.pt")
     download(["{type: clipped, max: 1, reward: {type: weather, kind: snowy}}"], only_list=True, console=console)
@@ -302,7 +302,7 @@ def test_missing_weights_name_file_and_source(clip: Path) -> None:
         ),
         (
             WeatherReward("snowy", str(clip)),
-            "'snowy_reward.pt'.*vader-heads.*assets/snowy_reward.pt",
+            "'snowy_reward.pt'.*assets/snowy_reward.pt.*vader-heads",
         ),
         (CompressionScoreReward(weights=str(clip)), "'compression_reward.pt'"),
     ]:
