@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from .config.build import build_autoencoder, build_judge_model, build_policy, make_tiny_any
+from .config.build import adopt_class_names, build_autoencoder, build_judge_model, build_policy, make_tiny_any
 from .config.check import torchrun_world_size
 from .config.dump import to_plain
 from .config.load import YAML_SUFFIXES, list_recipes
@@ -88,7 +88,7 @@ def build(
     config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
     directory = directory or config.directory
-    return build_run(run_directory.keep_precision(config, directory), directory, init_from)
+    return build_run(run_directory.keep_precision(adopt_class_names(config), directory), directory, init_from)
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:

@@ -23,6 +23,7 @@ from ..core.trainable_text_encoder import wrap_trainable_text_encoder
 from ..core.types import Placement
 from ..core.weights import NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
+from ..data.images import ClassImages, ImageCollection
 from ..data.prompts import InlinePrompts
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
@@ -30,7 +31,7 @@ from ..training.engine import Engine
 from ..training.run import Run
 from ..vlm.finetuning import JudgeRun
 from ..vlm.judge_models import GeneratorJudge, load_generator_judge
-from .check import require_valid
+from .check import C, require_valid
 from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
@@ -154,6 +155,22 @@ def build_policy(config: RunConfig, placement: Placement, init_from: Path | None
     )
 
 
+def adopt_class_names(config: C) -> C:
+    """Let a class-conditional model name its classes as the data set does, where it does not know these names."""
+    if not isinstance(config, RunConfig) or not isinstance(config.data, ClassImages | ImageCollection):
+        return config
+    names = config.data.class_prompts()
+    model = config.model.with_class_names(names)
+    if model == config.model:
+        return config
+    warnings.warn(
+        f"model.class_names: the data names its {len(names)} classes itself, from '{names[0]:.40}' to "
+        f"'{names[-1]:.40}'; class ids of the model are labels of the data [TM862]",
+        stacklevel=2,
+    )
+    return replace(config, model=model)
+
+
 def build_rubric(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
     """Load the rewards; rewards with the same model share it."""
     return Rubric(
@@ -184,6 +201,7 @@ def build(
     Without `load_data` the run can only generate: its data may no longer exist.
     """
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
+    config = adopt_class_names(config) if load_data else config
     emit_config_warnings(config)
     engine = start_engine(config)
     placement = engine.placement(is_adapter=config.tuning.is_adapter)

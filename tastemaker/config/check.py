@@ -5,6 +5,7 @@ Each rule is a function that returns a message, or None if the rule holds.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,6 +19,7 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
 from ..data.toy import ToyImages, ToyPairs
+from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.scored_frames import is_single_frame
 from ..objectives.srpo import SRPO
@@ -219,13 +221,17 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
             f"batch.prompts: {prompts} is not divisible by {ranks} ranks; set batch.prompts to a multiple of {ranks} "
             "[TM793]"
         )
-    if prompts // ranks % minibatches:
-        advice = f"choose batch.prompts as a multiple of {ranks * minibatches}"
-        return (
-            f"batch.minibatches: {prompts // ranks} prompts per rank are not divisible by {minibatches} "
-            f"minibatches; {advice} [TM794]"
-        )
+    per_prompt = config.objective.experience_per_prompt()
+    if prompts // ranks * per_prompt % minibatches:
+        advice = f"choose batch.prompts as a multiple of {ranks * minibatches // math.gcd(minibatches, per_prompt)}"
+        samples = f"{prompts // ranks} prompts" + (f" with {per_prompt} samples each" if per_prompt > 1 else "")
+        return f"batch.minibatches: {samples} per rank are not divisible by {minibatches} minibatches; {advice} [TM794]"
     return None
+
+
+def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
+    objective = config.objective
+    return objective.find_token_problem(config.process, config.model.shape) if isinstance(objective, GRPO) else None
 
 
 def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
@@ -374,6 +380,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
+    check_critical_tokens,
     check_sample_size,
     check_sample_steps,
     check_sample_weights,
@@ -385,6 +392,7 @@ TRAINING_RULES = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
+    check_critical_tokens,
 )
 AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...] = (
     check_autoencoder_data,
@@ -486,7 +494,7 @@ def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
         network_calls_per_sample=-(-calls // max(1, samples)),
         rollout_network_calls=batch.prompts * calls,
         updates=batch.minibatches * batch.epochs,
-        minibatch_size=experience // batch.minibatches,
-        micro_batch_size=min(share, batch.micro_batch_size or share),
+        minibatch_size=experience * objective.samples_per_row() // batch.minibatches,
+        micro_batch_size=min(share, batch.micro_batch_size or share) * objective.samples_per_row(),
         total_updates=config.steps * batch.minibatches * batch.epochs,
     )

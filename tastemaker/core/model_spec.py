@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
@@ -131,6 +131,10 @@ class ModelSpec(ABC):
         raise ConfigError(
             f"--layout: diffusers does not have a network like that of {type(self).__name__}; remove --layout [TM086]"
         )
+
+    def with_class_names(self, names: Sequence[str]) -> Self:
+        """A copy whose class ids have the names that the data has for them, if the model does not know these."""
+        return self
 
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
         """The text encoders alone, to embed prompts beforehand."""

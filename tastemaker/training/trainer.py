@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..autoencoders.training import AutoencoderRun
 from ..autoencoders.training import train as train_autoencoder
-from ..config.build import build, build_autoencoder, build_judge, make_tiny_any
+from ..config.build import adopt_class_names, build, build_autoencoder, build_judge, make_tiny_any
 from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
@@ -181,7 +181,7 @@ def run_training(
         )
     config = require_valid(make_tiny_any(config) if tiny else config)
     directory = config.directory
-    config = run_directory.keep_precision(config, directory, resume)
+    config = run_directory.keep_precision(adopt_class_names(config), directory, resume)
     latest = run_directory.claim_run_directory(config, directory, allow_change)
     if latest is not None and (resume or init_from):
         raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -20,7 +20,7 @@ from ...core.policy import Backbone, Process
 from ...core.registry import ConfigError
 from ...core.types import Condition, LatentBatch, Metadata, Placement, Prompts, to_device
 from ...core.weights import NetworkTraits
-from ...data.class_labels import ClassLabels, make_class_labels
+from ...data.class_labels import ClassLabels, make_class_labels, names_from_data
 from ...processes.gaussian import GaussianProcess
 from .. import loading, weight_files
 from ..caption_encoder import CachedCaptionEncoder, build_caption_encoder, tiny_feature_size
@@ -214,6 +214,11 @@ class LatentDitSpec(ModelSpec):
 
     def class_labels(self) -> ClassLabels:
         return make_class_labels(self.num_classes, self.class_names)
+
+    def with_class_names(self, names: Sequence[str]) -> Self:
+        if self.conditioning != "class" or self.class_names:
+            return self
+        return replace(self, class_names=names_from_data(self.class_labels(), names))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
