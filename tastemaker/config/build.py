@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..autoencoders.discriminator import DiscriminatorTrainer
 from ..autoencoders.lpips import TINY, LPIPSDistance, load_lpips
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
 
 Keys = tuple[str, ...]
+InitialWeights = Path | dict[str, Tensor]  # a run, a checkpoint or a file; or the tensors of the network
 
 TINY_BATCH_SIZE = 64  # samples per step at most
 TINY_MICRO_BATCH_SIZE = 4  # samples at once at least: a tiny model takes as long for one
@@ -137,7 +138,7 @@ def _format_override(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def build_policy(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
+def build_policy(config: RunConfig, placement: Placement, init_from: InitialWeights | None = None) -> Policy[Any]:
     """Load the model and add its process, guidance and the weight snapshots that the objective needs."""
     snapshots = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
     with torch.random.fork_rng(devices=[]):
@@ -193,7 +194,7 @@ def build(
     directory: Path | None = None,
     *,
     tiny: bool = False,
-    init_from: Path | None = None,
+    init_from: InitialWeights | None = None,
     load_data: bool = True,
 ) -> Run:
     """Load everything and return a run that is ready to train.
@@ -230,7 +231,7 @@ def start_engine(config: AnyConfig) -> Engine:
 
 
 def build_autoencoder(
-    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: Path | None = None
+    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
 ) -> AutoencoderRun:
     """Build a run that trains an autoencoder."""
     config = require_valid(config)
@@ -260,7 +261,9 @@ def build_autoencoder(
     return run
 
 
-def build_judge(config: JudgeRunConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
+def build_judge(
+    config: JudgeRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
+) -> JudgeRun:
     """Build a run that fine-tunes a judge."""
     config = require_valid(config)
     engine = start_engine(config)

@@ -136,6 +136,12 @@ class ModelSpec(ABC):
         """A copy whose class ids have the names that the data has for them, if the model does not know these."""
         return self
 
+    def to_authors(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """The network under the names of its authors' trainer, for `export --layout authors`."""
+        raise ConfigError(
+            f"--layout: the authors of {type(self).__name__} have no layout; give diffusers, or leave it out [TM853]"
+        )
+
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
         """The text encoders alone, to embed prompts beforehand."""
         raise ConfigError(
