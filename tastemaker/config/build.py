@@ -37,6 +37,7 @@ from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeModelConfig, JudgeRunConfig, RewardConfig, RunConfig
+from .shared_tokenizers import share_clip_tokenizer
 
 if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
@@ -214,7 +215,7 @@ def build(
     return Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
-        rubric=build_rubric(config.rewards, engine.placement()),
+        rubric=build_rubric(share_clip_tokenizer(config).rewards, engine.placement()),
         data=(config.data if load_data else InlinePrompts(("",))).load(config.seed),
         engine=engine,
         directory=directory or config.directory,

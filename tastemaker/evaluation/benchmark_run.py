@@ -29,7 +29,7 @@ from ..rewards.geneval import GenevalReward
 from ..search.base import RubricVerifier, Search, SearchCost, observe_steps
 from ..search.best_of_n import SingleSample
 from ..search.flops import FlopCosts, format_flops, measure_flop_costs
-from ..search.generation import StepImages, check_weights_exist
+from ..search.generation import StepImages, check_weights_exist, describe_inference
 from ..search.settings import build_verifier, check_constant_cost
 from ..training import distributed
 from ..training.device_precision import resolve_locally
@@ -144,6 +144,8 @@ def evaluate_model(
     model = describe_model(config, checkpoint, options, scorer.detector, tiny=tiny)
     settings = describe_settings(config, checkpoint, options, tiny=tiny)
     sample_fn = build_sample_fn(run, options, weights, out, tiny=tiny)
+    if (inference := describe_inference(run.sample)) and run.engine.comm.rank == 0:
+        console.print(inference, markup=False, highlight=False)
     batch_size = run.batch.rollout_batch_size or BATCH_SIZE  # the recipe may say how many samples fit
     stages = evaluate(options.benchmark, sample_fn, scorer, out, model, batch_size, run.engine.comm, settings)
     report = run_stages(stages, options.benchmark, out, console, run.engine.comm, progress_note)
@@ -217,7 +219,9 @@ def scores_fingerprint(config: RunConfig, checkpoint: Path | None, options: Eval
     if not isinstance(options.search, SingleSample):
         verifier = (options.verifier, config.rewards if options.verifier == "run" else None)
     settings = (config.model, config.process, config.guidance, config.tuning, config.engine.precision, verifier, tiny)
-    identity = f"{(*settings, options.geneval, options.detector)!r}".encode()
+    inference = config.sample.inference_settings()
+    others = (options.geneval, options.detector, *([inference] if inference else []))
+    identity = f"{(*settings, *others)!r}".encode()
     state = (checkpoint / CHECKPOINT_STATE).read_bytes() if checkpoint else b""
     return hashlib.sha256(identity + state).hexdigest()[:12]
 
@@ -294,7 +298,7 @@ def build_sample_fn(run: Run, options: EvaluationOptions, weights: str, out: Pat
         rng = Randomness(options.seed, 0, indices.to(run.engine.device))
         snapshot = nullcontext() if weights == "live" else run.policy.weights.use(weights)
         with run.engine.autocast(), snapshot:
-            policy = sampling_policy(run.policy)
+            policy = sampling_policy(run.policy, run.sample)
             with observe_steps(observer):
                 result = options.search.run(policy, verifier, batch, rng)
             pixels = policy.decode(result.x).float().clamp(0, 1).cpu()

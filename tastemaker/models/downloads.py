@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +15,7 @@ from ..config.catalog import default_spec
 from ..config.load import YAML_SUFFIXES, list_recipes, list_trainable_recipes, load_any_config, read_recipe
 from ..config.registries import AUTOENCODERS, MODELS, REWARDS
 from ..config.required_files import published_sources as config_sources
-from ..config.schema import JudgeRunConfig
+from ..config.schema import JudgeRunConfig, RunConfig
 from ..config.validate import build_component
 from ..console import Table, format_bytes
 from ..core.autoencoder import AutoencoderSpec
@@ -21,13 +23,17 @@ from ..core.cards import PUBLISHED_JUDGES, parse_hub_id
 from ..core.errors import DownloadError as DownloadError
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError, suggest_name
-from ..core.reward import HUB_ID
+from ..core.reward import HUB_ID, RewardSpec
 from ..export.lora import PUBLISHED_LORAS, find_published_lora
+from ..rewards.backbones.published_files import PublishedFile
+from ..rewards.clip_heads import VADER_HEADS, CompressionScoreReward, WeatherReward, check_vader_head
 from ..rewards.folder_scorer import parse_reward
 from .pretrained import WeightsSource, find_cached, select_needed_files
 from .showo.model import PUBLISHED_SHOWO
 
 CONFIG_FILE = "config.json"  # of a model of transformers; a folder without it counts as incomplete
+
+VADER_HEADS_NAME = "vader-heads"  # all heads in VADER's repository
 
 
 def download(names: Sequence[str], *, only_list: bool, console: Console) -> None:
@@ -36,7 +42,13 @@ def download(names: Sequence[str], *, only_list: bool, console: Console) -> None
         from ..evaluation.geneval import download_geneval
 
         download_geneval(only_list=only_list, console=console)
-    sources = list(dict.fromkeys(source for name in names for source in required_sources(name)))
+    heads = list(dict.fromkeys(head for name in names for head in required_heads(name)))
+    if heads:
+        download_heads(heads, only_list=only_list, console=console)
+    hub_names = [name for name in names if name != VADER_HEADS_NAME]
+    sources = list(dict.fromkeys(source for name in hub_names for source in required_sources(name)))
+    if not sources and heads:
+        return
     if not sources:
         console.print("nothing to download: these need no published weights, or they ship with the package")
         return
@@ -47,6 +59,53 @@ def download(names: Sequence[str], *, only_list: bool, console: Console) -> None
         console.print(
             f"{source} is in {fetch_if_missing(source, console)}", markup=False, highlight=False, soft_wrap=True
         )
+
+
+def required_heads(name: str) -> list[PublishedFile]:
+    """The heads of VADER that a recipe or reward needs, or all of them."""
+    if name == VADER_HEADS_NAME:
+        return list(VADER_HEADS.values())
+    if name in list_recipes() or name.endswith(YAML_SUFFIXES):
+        config = load_any_config(name)
+        specs = [reward.spec for reward in config.rewards.values()] if isinstance(config, RunConfig) else []
+    elif name in _reward_names() or name.startswith("{"):
+        specs = [parse_reward(name, "download")[1]]
+    else:
+        return []
+    return [head for spec in specs for head in _heads(spec)]
+
+
+def _heads(spec: Any) -> list[PublishedFile]:
+    """The published heads of a reward and of the rewards inside it, if no other file is given."""
+    if isinstance(spec, WeatherReward):
+        return [VADER_HEADS[f"{spec.kind}_reward.pt"]] if not spec.head else []
+    if isinstance(spec, CompressionScoreReward):
+        return [VADER_HEADS[spec.head]] if spec.head in VADER_HEADS else []
+    values = [getattr(spec, field.name) for field in fields(spec)] if is_dataclass(spec) else []
+    inner = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    return [head for each in inner if isinstance(each, RewardSpec) for head in _heads(each)]
+
+
+def download_heads(heads: Sequence[PublishedFile], *, only_list: bool, console: Console) -> None:
+    """Download heads from VADER's repository and check that they compute the recorded scores."""
+    from ..evaluation.geneval import fetch_verified, print_line
+
+    for head in heads:
+        state = "downloaded" if head.path.is_file() else "not downloaded"
+        print_line(console, f"{head.name} is {head.url} ({head.size}, {head.license}), {state}")
+        if only_list:
+            continue
+        path = fetch_verified(head, console)
+        try:
+            check_vader_head(path)
+        except ConfigError:
+            path.unlink()  # a damaged download
+            raise
+        print_line(console, f"{head.name} is in {path}")
+
+
+def _reward_names() -> list[str]:
+    return [*REWARDS, *(alias for known in REWARDS for alias in REWARDS.aliases(known))]
 
 
 def fetch_if_missing(source: WeightsSource, console: Console) -> Path:
@@ -74,7 +133,7 @@ def required_sources(name: str) -> list[WeightsSource]:
                 return list(config.judge.model.sources)
             return [] if Path(config.judge.weights).exists() else required_sources(config.judge.weights)
         return list(config_sources(config))
-    if name in [*REWARDS, *(alias for known in REWARDS for alias in REWARDS.aliases(known))] or name.startswith("{"):
+    if name in _reward_names() or name.startswith("{"):
         return list(parse_reward(name, "download")[1].sources)
     for registry, spec_class in ((MODELS, ModelSpec), (AUTOENCODERS, AutoencoderSpec)):
         if name in registry:

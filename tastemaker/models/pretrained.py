@@ -71,6 +71,23 @@ def _recommended_download(name: str, source: WeightsSource) -> WeightsSource | s
     return name if HUB_ID.fullmatch(name) and name != source.hub and not is_local else source
 
 
+def find_published_file(name: str, source: WeightsSource, key: str, aliases: Sequence[str] = ()) -> Path:
+    """The file of a path or hub name; of a folder the published file itself, or one of its aliases, never another."""
+    path = find_weights(name, source)
+    if not path.is_dir():
+        return path
+    for file in (source.file, *aliases):
+        if (path / file).is_file():
+            return path / file
+    found = sorted(file.name for file in path.iterdir() if file.suffix in {".safetensors", *PICKLE_SUFFIXES})
+    has = f"it has {', '.join(found[:4])}" if found else "it has no weights"
+    raise ConfigError(
+        f"{key} is the folder '{name:.200}', which has no {' or '.join((source.file, *aliases))} ({has}); download it "
+        f"with `tastemaker download {source}`, or name the file itself"
+        " [TM880]"
+    )
+
+
 def find_cached(source: WeightsSource) -> Path | None:
     """The file or folder of published weights in the hub cache, if they were downloaded."""
     return _find_in_cache(source.hub, source)
