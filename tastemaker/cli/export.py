@@ -68,4 +68,6 @@ def suggest_after_export(run: Path, out: Path, layout: str | None) -> list[str]:
         return read_usage(out)
     if layout == "llamagen":
         return [f"load {out} with LlamaGen's --gpt-ckpt, or tastemaker train RECIPE model.weights={out}"]
+    if layout == "authors":
+        return [f"tastemaker generate RECIPE model.weights={out}"]
     return [f"tastemaker generate {out}", f"tastemaker train RECIPE model.weights={out}"]

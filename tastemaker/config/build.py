@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..autoencoders.discriminator import DiscriminatorTrainer
 from ..autoencoders.lpips import TINY, LPIPSDistance, load_lpips
@@ -24,6 +24,7 @@ from ..core.types import Placement
 from ..core.weights import NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
 from ..data.images import ClassImages, ImageCollection
+from ..data.joint import JointData
 from ..data.prompts import InlinePrompts
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
@@ -36,11 +37,13 @@ from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeModelConfig, JudgeRunConfig, RewardConfig, RunConfig
+from .shared_tokenizers import share_clip_tokenizer
 
 if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
 
 Keys = tuple[str, ...]
+InitialWeights = Path | dict[str, Tensor]  # a run, a checkpoint or a file; or the tensors of the network
 
 TINY_BATCH_SIZE = 64  # samples per step at most
 TINY_MICRO_BATCH_SIZE = 4  # samples at once at least: a tiny model takes as long for one
@@ -68,7 +71,12 @@ def make_tiny(config: RunConfig) -> RunConfig:
 
 
 def tiny_prompt_count(config: RunConfig) -> int:
-    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is."""
+    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is.
+
+    Of joint data, one cycle of its kinds.
+    """
+    if isinstance(config.data, JointData):
+        return min(config.batch.prompts, sum(config.data.counts))
     share = 2 * config.batch.minibatches
     limit = max(share, TINY_BATCH_SIZE // config.objective.group_size)
     return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, limit - limit % share)
@@ -136,7 +144,7 @@ def _format_override(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def build_policy(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
+def build_policy(config: RunConfig, placement: Placement, init_from: InitialWeights | None = None) -> Policy[Any]:
     """Load the model and add its process, guidance and the weight snapshots that the objective needs."""
     snapshots = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
     with torch.random.fork_rng(devices=[]):
@@ -192,7 +200,7 @@ def build(
     directory: Path | None = None,
     *,
     tiny: bool = False,
-    init_from: Path | None = None,
+    init_from: InitialWeights | None = None,
     load_data: bool = True,
 ) -> Run:
     """Load everything and return a run that is ready to train.
@@ -207,7 +215,7 @@ def build(
     return Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
-        rubric=build_rubric(config.rewards, engine.placement()),
+        rubric=build_rubric(share_clip_tokenizer(config).rewards, engine.placement()),
         data=(config.data if load_data else InlinePrompts(("",))).load(config.seed),
         engine=engine,
         directory=directory or config.directory,
@@ -229,7 +237,7 @@ def start_engine(config: AnyConfig) -> Engine:
 
 
 def build_autoencoder(
-    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: Path | None = None
+    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
 ) -> AutoencoderRun:
     """Build a run that trains an autoencoder."""
     config = require_valid(config)
@@ -259,7 +267,9 @@ def build_autoencoder(
     return run
 
 
-def build_judge(config: JudgeRunConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
+def build_judge(
+    config: JudgeRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
+) -> JudgeRun:
     """Build a run that fine-tunes a judge."""
     config = require_valid(config)
     engine = start_engine(config)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import urllib.request
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -252,6 +253,11 @@ def parse_detector(detector: str, *, self_test: bool) -> GenevalReward:
 
 
 def load_geneval_scorer(spec: GenevalReward, placement: Placement, *, tiny: bool) -> GenEvalBenchmarkScorer:
+    if tiny and spec.weights not in (TINY, GenevalReward.weights):
+        warnings.warn(
+            f"--tiny: the detector {spec.weights!s:.200} is ignored; tiny detectors have random weights [TM845]",
+            stacklevel=2,
+        )
     return GenEvalBenchmarkScorer((spec.tiny() if tiny else spec).load(placement), placement.device)
 
 
@@ -346,7 +352,7 @@ def fetch_verified(file: PublishedFile, console: Console) -> Path:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DownloadError(
             f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy the "
-            f"file to {file.path}. To use another path, set --detector or the `weights:` of the reward [TM613]"
+            f"file to {file.path}. To use another path, set {file.setting} [TM613]"
         ) from error
     try:
         file.verify(partial)
