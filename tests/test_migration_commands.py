@@ -38,7 +38,6 @@ LAST_HEADING = "What differs on purpose"
 COMMANDS = vars(get_command(app))["commands"]
 # How a command starts that is not run, and why.
 NOT_RUN = {"torchrun ": "starts several processes; tests of ranks do"}
-TRAINED_RUNS = {"celebhq-dit"}  # directories that earlier commands of a table write, beside runs/RECIPE
 # Values that replace those of the page, and options that are added: an empty value for a flag.
 SMALL_VALUES = {"--count": "1", "--num-candidates": "2", "--num-inference-steps": "2", "--max-tokens": "4"}
 SMALL_VALUES |= {"--device": "cpu", "--size": "32", "--fsdp-shards": "2"}
@@ -54,21 +53,21 @@ ADDED_OPTIONS: dict[str, dict[str, str]] = {
     "reconstruct": CPU,
     "train": CPU,
 }
-FEW_STEPS = ("process.num_steps=4",)
 SMALL_GROUPS = ("objective.group_size=2",)
 SMALL_RECIPES = {  # by the start of the name, where the published numbers take long, even with tiny networks
-    "celebhq-dit": FEW_STEPS,
-    "srpo-": FEW_STEPS,
-    "vader-": FEW_STEPS,
     "ar-grpo": SMALL_GROUPS,
     "gcpo": SMALL_GROUPS,
     "grpo-llamagen": SMALL_GROUPS,
+    "srpo-": ("process.num_steps=4",),
     "va-pi": SMALL_GROUPS,
+    "vader-": ("process.num_steps=4",),
 }
-AS_PUBLISHED = {"grpo-llamagen-tf-quickstart"}  # its batch sizes are what is to be shown
+DIFFUSION = ("configs/celebhq.yaml", "srpo-", "vader-")  # samples in four steps are enough
+# Their batch sizes are what is to be shown, or follow from the data.
+AS_PUBLISHED = {"grpo-llamagen-tf-quickstart", "configs/showo_pretraining_stage2.yaml", "showo-joint"}
 AUTOENCODER = """{z_channels: 4, down_channels: [32, 32], mid_channels: [32], down_sample: [true], attn_down: [false],
   norm_channels: 32, num_heads: 4, num_down_layers: 1, num_mid_layers: 1, num_up_layers: 1}"""
-CONFIGS = {  # of nanoVLA-RL, at tiny size
+NANOVLA_FILES = {  # at tiny size
     "datasets": "celebhq: {type: image_folder, path: data/CelebAMask-HQ, im_size: 32, im_channels: 3}",
     "base": "train: {seed: 1111, batch_size: 2, lr: 0.00001, epochs: 1, save_every: 100, perceptual_weight: 0}",
     "vae": f"""
@@ -94,6 +93,42 @@ train_params: {{seed: 5, task_name: celebhq, autoencoder_batch_size: 2, autoenco
   dit_batch_size: 2, dit_epochs: 1, vae_latent_dir_name: vae_latents}}
 """,
 }
+SHOWO_MODEL = """
+    vq_model: {type: magvitv2, vq_model_name: showlab/magvitv2}
+    showo: {load_from_showo: true, pretrained_model_path: showlab/show-o, w_clip_vit: false, vocab_size: 58498,
+      llm_vocab_size: 50295, llm_model_path: microsoft/phi-1_5, codebook_size: 8192, num_vq_tokens: 256,
+      num_new_special_tokens: 10}"""
+SHOWO_OPTIMIZER = """
+optimizer: {name: adamw, params: {learning_rate: 1e-5, beta1: 0.9, beta2: 0.999, weight_decay: 0.01, epsilon: 1e-8}}
+lr_scheduler: {scheduler: cosine, params: {learning_rate: "${optimizer.params.learning_rate}", warmup_steps: 0}}"""
+SHOWO_FILES = {  # of Image-Generation-CoT and Show-o
+    "config.yaml": f"""
+experiment: {{project: demo, name: show-o-demo, output_dir: show-o-demo}}
+model: {SHOWO_MODEL}
+dataset: {{gen_type: t2i, preprocessing: {{max_seq_length: 128, resolution: 256}}}}
+training: {{cond_dropout_prob: 0.1, batch_size: 20, guidance_scale: 1.75, generation_timesteps: 18}}
+""",
+    "scripts/dpo.yaml": f"""
+experiment: {{project: training, name: show-o-dpo, output_dir: outputs/dpo, save_every: 10000}}
+model: {SHOWO_MODEL}
+    rw_model: ckpts/parm
+{SHOWO_OPTIMIZER}
+dataset: {{params: {{data_path: dpo.jsonl}}, preprocessing: {{max_seq_length: 128, resolution: 256}}}}
+training: {{batch_size_t2i: 10, mixed_precision: bf16, seed: 10086, max_grad_norm: null, beta: 0.1, reward_coef: 0.1,
+  dpo_coef: 1, sft_coef: 0, num_epoch: 1}}
+""",
+    "configs/showo_pretraining_stage2.yaml": f"""
+experiment: {{name: stage2, output_dir: outputs/stage2, save_every: 10000}}
+model: {SHOWO_MODEL}
+{SHOWO_OPTIMIZER}
+dataset:
+    params: {{train_t2i_shards_path_or_url: pictures, train_lm_shards_path_or_url: prompts.txt,
+      train_mmu_shards_path_or_url: orm.json}}
+    preprocessing: {{max_seq_length: 128, resolution: 256}}
+training: {{batch_size_t2i: 1, batch_size_lm: 1, batch_size_mmu: 1, mixed_precision: bf16, seed: 10086,
+  max_train_steps: 500, t2i_coeff: 1.0, lm_coeff: 0.1, mmu_coeff: 1.0}}
+""",
+}
 
 
 def write_inputs(folder: Path) -> None:
@@ -111,7 +146,8 @@ def write_inputs(folder: Path) -> None:
         (folder / f"pictures/{i}.txt").write_text(prompts[i % 3], encoding="utf-8")
     pictures = [f"pictures/{i}.png" for i in range(4)]
     pairs = [{"prompt": prompts[i % 3], "chosen": pictures[i], "rejected": pictures[3 - i]} for i in range(4)]
-    (folder / "dpo.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    for name in ("dpo.jsonl", "dpo_iter.jsonl"):
+        (folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
     captioned = [{"prompt": prompts[i % 3], "image": pictures[i]} for i in range(4)]
     (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in captioned), encoding="utf-8")
     answers = [
@@ -127,9 +163,9 @@ def write_inputs(folder: Path) -> None:
     ]
     for name in ("orm.json", "parm.json"):
         (folder / name).write_text(json.dumps(answers), encoding="utf-8")
-    (folder / "configs").mkdir()
-    for name, text in CONFIGS.items():
-        (folder / f"configs/{name}.yaml").write_text(text, encoding="utf-8")
+    for name, text in ({f"configs/{name}.yaml": text for name, text in NANOVLA_FILES.items()} | SHOWO_FILES).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def split_command(line: str) -> tuple[str, list[str]]:
@@ -157,12 +193,17 @@ def find_config(line: str) -> tuple[str, list[str]] | None:
 def list_small_settings(recipe: str, overrides: list[str], steps: int) -> list[str]:
     """The settings that make a training short."""
     settings = [f"steps={steps}"]
-    if recipe in AS_PUBLISHED:
-        return [*settings, *SMALL_RUN[:2]]
-    config = load_any_config(recipe, overrides)
-    if isinstance(config, RunConfig):
-        return [*settings, *SMALL_RUN[:2], *(() if recipe.endswith(".yaml") else SMALL_BATCH)]
-    return [*settings, "batch_size=2"]
+    if not isinstance(load_any_config(recipe, overrides), RunConfig):
+        return [*settings, "batch_size=2"]
+    settings += SMALL_RUN[:2]
+    if recipe in AS_PUBLISHED or is_small_file(recipe):
+        return settings
+    chosen = [each for start, values in SMALL_RECIPES.items() if recipe.startswith(start) for each in values]
+    return [*settings, *SMALL_BATCH, *chosen]
+
+
+def is_small_file(name: str) -> bool:
+    return name in {f"configs/{stem}.yaml" for stem in NANOVLA_FILES}
 
 
 def make_small(line: str, steps: int) -> list[str]:
@@ -170,19 +211,13 @@ def make_small(line: str, steps: int) -> list[str]:
     command, arguments = split_command(line)
     arguments = [SMALL_VALUES.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)]
     options, settings = dict(ADDED_OPTIONS.get(command, {})), []
-    source = find_config(line)
-    if source and command in ("generate", "train"):
-        settings += [
-            each
-            for start, values in SMALL_RECIPES.items()
-            if source[0].startswith(start) and source[0] not in AS_PUBLISHED
-            for each in values
-            if command == "train" or each in FEW_STEPS
-        ]
-        if not Path(arguments[0]).exists():
-            options["--tiny"] = ""
-    if source and command == "train":
-        settings += list_small_settings(*source, steps)
+    recipe, overrides = find_config(line) or ("", [])
+    if command == "train":
+        settings = list_small_settings(recipe, overrides, steps)
+    if command == "generate" and recipe.startswith(DIFFUSION):
+        settings = ["sample.num_steps=4"]
+    if command in ("generate", "train") and not arguments[0].startswith("runs/") and not is_small_file(recipe):
+        options["--tiny"] = ""
     added = [word for name, value in options.items() if name not in arguments for word in (name, value) if word]
     return [command, *arguments, *settings, *added]
 
@@ -213,7 +248,7 @@ def test_commands_of_the_table_parse(page: str, folder: Path) -> None:
     """Options and their values are valid, the recipe exists and takes the settings."""
     for _, ours in command_table(ROOT / "docs" / page):
         source = find_config(ours)
-        if source and source[0] not in TRAINED_RUNS:
+        if source:
             load_any_config(*source)
 
 
