@@ -58,11 +58,12 @@ SMALL_RECIPES = {  # by the start of the name, where the published numbers take 
     "ar-grpo": SMALL_GROUPS,
     "gcpo": SMALL_GROUPS,
     "grpo-llamagen": SMALL_GROUPS,
+    "llamagen-vq": ("data.image_size=32", "validation.num_samples=2", "sample.every=0"),
     "srpo-": ("process.num_steps=4",),
     "va-pi": SMALL_GROUPS,
     "vader-": ("process.num_steps=4",),
 }
-DIFFUSION = ("configs/celebhq.yaml", "srpo-", "vader-")  # samples in four steps are enough
+ITERATIVE = ("config.yaml", "configs/celebhq.yaml", "dpo-showo", "srpo-", "vader-")  # four steps make a sample
 # Their batch sizes are what is to be shown, or follow from the data.
 AS_PUBLISHED = {"grpo-llamagen-tf-quickstart", "configs/showo_pretraining_stage2.yaml", "showo-joint"}
 AUTOENCODER = """{z_channels: 4, down_channels: [32, 32], mid_channels: [32], down_sample: [true], attn_down: [false],
@@ -193,13 +194,11 @@ def find_config(line: str) -> tuple[str, list[str]] | None:
 def list_small_settings(recipe: str, overrides: list[str], steps: int) -> list[str]:
     """The settings that make a training short."""
     settings = [f"steps={steps}"]
-    if not isinstance(load_any_config(recipe, overrides), RunConfig):
-        return [*settings, "batch_size=2"]
-    settings += SMALL_RUN[:2]
-    if recipe in AS_PUBLISHED or is_small_file(recipe):
-        return settings
     chosen = [each for start, values in SMALL_RECIPES.items() if recipe.startswith(start) for each in values]
-    return [*settings, *SMALL_BATCH, *chosen]
+    if not isinstance(load_any_config(recipe, overrides), RunConfig):
+        return [*settings, "batch_size=2", *chosen]
+    settings += SMALL_RUN[:2]
+    return settings if recipe in AS_PUBLISHED or is_small_file(recipe) else [*settings, *SMALL_BATCH, *chosen]
 
 
 def is_small_file(name: str) -> bool:
@@ -214,7 +213,7 @@ def make_small(line: str, steps: int) -> list[str]:
     recipe, overrides = find_config(line) or ("", [])
     if command == "train":
         settings = list_small_settings(recipe, overrides, steps)
-    if command == "generate" and recipe.startswith(DIFFUSION):
+    if command in ("evaluate", "generate") and recipe.startswith(ITERATIVE):
         settings = ["sample.num_steps=4"]
     if command in ("generate", "train") and not arguments[0].startswith("runs/") and not is_small_file(recipe):
         options["--tiny"] = ""
