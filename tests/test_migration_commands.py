@@ -54,14 +54,19 @@ ADDED_OPTIONS: dict[str, dict[str, str]] = {
     "train": CPU,
 }
 SMALL_GROUPS = ("objective.group_size=2",)
+FEW_STEPS = ("process.num_steps=4",)
 SMALL_RECIPES = {  # by the start of the name, where the published numbers take long, even with tiny networks
     "ar-grpo": SMALL_GROUPS,
+    "dpo-iter-": (*FEW_STEPS, *SMALL_GROUPS),
+    "dpo-parm-": FEW_STEPS,
+    "dpo-showo": FEW_STEPS,
     "gcpo": SMALL_GROUPS,
     "grpo-llamagen": SMALL_GROUPS,
     "llamagen-vq": ("data.image_size=32", "validation.num_samples=2", "sample.every=0"),
-    "srpo-": ("process.num_steps=4",),
+    "srpo-": FEW_STEPS,
+    "scripts/dpo.yaml": FEW_STEPS,
     "va-pi": SMALL_GROUPS,
-    "vader-": ("process.num_steps=4",),
+    "vader-": ("process.num_steps=2", "batch.prompts=1"),
 }
 ITERATIVE = ("config.yaml", "configs/celebhq.yaml", "dpo-showo", "srpo-", "vader-")  # four steps make a sample
 # Their batch sizes are what is to be shown, or follow from the data.
@@ -259,12 +264,13 @@ def test_commands_of_the_table_parse(page: str, folder: Path) -> None:
 def test_commands_of_the_table_run(page: str, folder: Path) -> None:
     if page == "migrate-nanovla.md":
         save_paligemma(folder / "weights/paligemma-3b-pt-224")
-    num_trainings: Counter[str] = Counter()  # of each recipe: a command that occurs again continues its run
+    num_trainings: Counter[str] = Counter()  # of each run: a command that occurs again continues it
     failed = []
     for _, ours in command_table(ROOT / "docs" / page):
         recipe, overrides = find_config(ours) or ("", [])
-        num_trainings[recipe] += split_command(ours)[0] == "train"
-        arguments = make_small(ours, num_trainings[recipe])
+        run = " ".join([recipe, *(each for each in overrides if each.startswith("name="))])
+        num_trainings[run] += split_command(ours)[0] == "train"
+        arguments = make_small(ours, num_trainings[run])
         if ours.startswith(tuple(NOT_RUN)):
             arguments = ["check", recipe, *overrides]
         if run_cli(*arguments):
