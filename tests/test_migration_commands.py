@@ -45,7 +45,7 @@ CPU = {"--device": "cpu"}
 ADDED_OPTIONS: dict[str, dict[str, str]] = {
     "ask": CPU,
     "download": {"--list": ""},
-    "embed": {"--tiny": "", **CPU},
+    "embed": {"--tiny": "", "--precision": "fp32", **CPU},
     "encode": {"--size": "32", **CPU},
     "evaluate": {"--tiny": "", "--num-prompts": "2", "--count": "1", "--skip-self-test": "", **CPU},
     "generate": CPU,
@@ -55,6 +55,7 @@ ADDED_OPTIONS: dict[str, dict[str, str]] = {
 }
 SMALL_GROUPS = ("objective.group_size=2",)
 FEW_STEPS = ("process.num_steps=4",)
+FP32 = "engine.precision=fp32"  # CPUs without bf16 emulate it
 SMALL_RECIPES = {  # by the start of the name, where the published numbers take long, even with tiny networks
     "ar-grpo": SMALL_GROUPS,
     "dpo-iter-": (*FEW_STEPS, *SMALL_GROUPS),
@@ -198,7 +199,7 @@ def find_config(line: str) -> tuple[str, list[str]] | None:
 
 def list_small_settings(recipe: str, overrides: list[str], steps: int) -> list[str]:
     """The settings that make a training short."""
-    settings = [f"steps={steps}"]
+    settings = [f"steps={steps}", FP32]
     chosen = [each for start, values in SMALL_RECIPES.items() if recipe.startswith(start) for each in values]
     if not isinstance(load_any_config(recipe, overrides), RunConfig):
         return [*settings, "batch_size=2", *chosen]
@@ -219,7 +220,7 @@ def make_small(line: str, steps: int) -> list[str]:
     if command == "train":
         settings = list_small_settings(recipe, overrides, steps)
     if command in ("evaluate", "generate") and recipe.startswith(ITERATIVE):
-        settings = ["sample.num_steps=4"]
+        settings = ["sample.num_steps=4", FP32]
     if command in ("generate", "train") and not arguments[0].startswith("runs/") and not is_small_file(recipe):
         options["--tiny"] = ""
     added = [word for name, value in options.items() if name not in arguments for word in (name, value) if word]
