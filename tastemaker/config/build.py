@@ -136,6 +136,9 @@ def _format_override(value: Any) -> str:
 def build_policy(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
     """Load the model and add its process, guidance and the weight snapshots that the objective needs."""
     snapshots = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
+    if init_from is not None and placement.trainable_device == torch.device("meta"):
+        # The weights in `init_from` are copied below, so the network needs memory now.
+        placement = replace(placement, trainable_device=torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # adapters and other random weights are the same on every rank
         model = config.model.load(placement)
@@ -183,7 +186,7 @@ def build(
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
     emit_config_warnings(config)
     engine = start_engine(config)
-    placement = engine.placement(is_adapter=config.tuning.is_adapter)
+    placement = engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True)
     return Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,

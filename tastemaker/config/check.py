@@ -246,6 +246,22 @@ def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
     return f"engine.cuda_graphs: cannot be combined with engine.{conflicts[0]}; remove one of them [TM797]"
 
 
+def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
+    strategy = config.engine.strategy
+    if not config.engine.cpu_offload:
+        return None
+    if isinstance(config, AutoencoderRunConfig):
+        return "engine.cpu_offload: autoencoders and their discriminators train on the device; remove it [TM931]"
+    if strategy in ("fsdp", "hsdp"):
+        return None
+    reason = "keeps all weights on the device from forward to backward" if strategy == "sdp" else "shards no weights"
+    return (
+        f"engine.cpu_offload: engine.strategy is {strategy}, which {reason}; set engine.strategy=fsdp, also for one "
+        "GPU, or remove engine.cpu_offload"
+        " [TM930]"
+    )
+
+
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
     if config.sample.weights == "ema" and config.ema_decay == 0:
         return (
@@ -328,6 +344,7 @@ COMMON_RULES: tuple[CommonRule, ...] = (
     check_hsdp_replicas,
     check_context_parallel,
     check_cuda_graphs,
+    check_cpu_offload,
     check_data_files,
 )
 RUN_RULES: tuple[Rule, ...] = (

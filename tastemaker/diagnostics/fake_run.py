@@ -57,6 +57,8 @@ class Measurement:
 
     parameters: int
     trainable: int
+    block_parameters: int  # of the largest block that is gathered by itself
+    outer_parameters: int  # outside of blocks
     frozen_bytes: float  # autoencoder
     kv_cache_bytes: float  # with weights copied for decoding; stays while the network learns
     collect_bytes: float  # peak of `collect`
@@ -107,9 +109,15 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         kept = share * len(step.experience) / step.rows
         update_flops = kept / step.micro_batch * len(step.parts) * config.batch.epochs * each
         cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
+        parameters = sum(p.numel() for p in weights.net.parameters())
+        blocks = [
+            sum(p.numel() for p in block.parameters()) for block in activation_memory.repeated_blocks(weights.net)
+        ]
         return Measurement(
-            parameters=sum(p.numel() for p in weights.net.parameters()),
+            parameters=parameters,
             trainable=sum(p.numel() for p in weights.trainable().values()),
+            block_parameters=max(blocks, default=0),
+            outer_parameters=parameters - sum(blocks),
             frozen_bytes=float(sum(p.numel() * p.itemsize for p in frozen)),
             kv_cache_bytes=cache_bytes,
             collect_bytes=collect_bytes - cache_bytes,
