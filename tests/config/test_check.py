@@ -34,6 +34,8 @@ from tastemaker.objectives.reward_gradient import RewardGradient
         ("grpo-toy-causal", "process.top_k=5", "process", "top_k is 5"),
         ("grpo-toy-flow", "batch.minibatches=3", "batch.minibatches", "multiple of 3"),
         ("grpo-toy-flow", "engine.strategy=hsdp", "engine.hsdp_replicas", "multiple of 2"),
+        ("grpo-toy-flow", "engine.cpu_offload=true", "engine.cpu_offload", "engine.strategy=fsdp"),
+        ("grpo-toy-flow", "engine={cpu_offload: true, strategy: sdp}", "engine.cpu_offload", "sdp, which keeps"),
         ("grpo-toy-flow", "sample.weights=ema", "sample.weights", "ema_decay"),
         ("grpo-toy-flow", "data={type: prompt_file, path: none.txt}", "data.path", "'none.txt'"),
     ],
