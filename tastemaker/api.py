@@ -30,6 +30,7 @@ from .config.schema import (
     ValidationConfig,
 )
 from .config.validate import build_component
+from .console import message_console
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
 from .core.model_spec import ModelSpec
 from .core.registry import ConfigError
@@ -43,7 +44,6 @@ from .search.generation import METADATA_FILE, GenerationOptions, choose_prompts,
 from .search.settings import build_sampler, build_search, evaluate_curve, is_curve_requested, search_name
 from .training import run_directory
 from .training.events import Event, StepCompleted
-from .training.loggers.notebook import in_notebook
 from .training.precision import select_device
 from .training.trainer import (
     AnyRun,
@@ -99,7 +99,10 @@ def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunct
     if not functions:
         return config
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"rewards: a {type(config).__name__} has none; pass the configuration of a generator [TM771]")
+        raise ConfigError(
+            f"rewards: a {type(config).__name__} does not train on rewards; pass the configuration of a generator "
+            "(RunConfig) [TM771]"
+        )
     added = {
         name: RewardConfig(
             FunctionReward(register_function(each), differentiable=getattr(each, "differentiable", False) is True)
@@ -135,10 +138,13 @@ def train(
         if on_event is not None:
             on_event(event)
 
-    console = console or make_console()
+    console = console or message_console()
     if isinstance(run_or_config, AnyRun):
         if resume or init_from or tiny or rewards:
-            raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run [TM772]")
+            raise ConfigError(
+                "train() got a run together with rewards, resume, init_from or tiny; pass these arguments to "
+                "build(), or pass a configuration to train() [TM772]"
+            )
         train_built_run(run_or_config, allow_change, console, observe)
     else:
         run_training(
@@ -188,7 +194,7 @@ def evaluate(
     geneval = parse_detector(detector, self_test=self_test)
     config, checkpoint = resolve_source(str(model), overrides, tiny=tiny)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
-    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or make_console()
+    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or message_console()
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
@@ -250,14 +256,9 @@ def generate(
         video_format,
         fps,
     )
-    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or make_console())
+    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or message_console())
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
     return [folder / row["file"] for row in rows]
-
-
-def make_console() -> Console:
-    """Return a console for messages: stderr, or plain text below the cell in a notebook."""
-    return Console(force_jupyter=False, force_terminal=False, width=120) if in_notebook() else Console(stderr=True)
 
 
 def list_models() -> list[str]:
@@ -276,9 +277,8 @@ def register_model(name: str) -> Callable[[C], C]:
         if has_from_config(cls):
             return NETWORKS.register(name)(cls)
         raise ConfigError(
-            f"model '{name:.60}': {cls.__name__} is no ModelSpec, AutoencoderSpec or nn.Module with a classmethod "
-            "from_config; derive it from one of them"
-            " [TM773]"
+            f"model '{name:.60}': {cls.__name__} is not a ModelSpec, an AutoencoderSpec or an nn.Module with a "
+            "classmethod from_config; derive the class from one of them [TM773]"
         )
 
     return register
@@ -307,7 +307,8 @@ class VAETrainer:
     def __init__(self, model: nn.Module, config: AnyConfig, device: str = "auto") -> None:
         if not isinstance(config, AutoencoderRunConfig):
             raise ConfigError(
-                f"VAETrainer trains autoencoders, found a {type(config).__name__}; use `tastemaker train` [TM774]"
+                f"VAETrainer: expected the configuration of an autoencoder, got a {type(config).__name__}; use "
+                "`tastemaker train` or tm.train for this configuration [TM774]"
             )
         engine = build_component(EngineConfig, {**to_plain(config.engine, EngineConfig), "device": device}, "engine")
         self.model, self.config = model, replace(config, engine=engine)
@@ -337,7 +338,7 @@ class VAETrainer:
         try:
             if latest is not None:
                 run.resume(latest)
-            with open_loggers(run, config, console or make_console()) as loggers:
+            with open_loggers(run, config, console or message_console()) as loggers:
                 for event in training_events(run):
                     loggers.log(event)
                     metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics
@@ -401,7 +402,10 @@ class LoaderDataset(Dataset):
                 yield as_rgb(batch)
             if count == before:
                 problem = f"ended after {count} batches" if count else "has no batches"
-                raise ConfigError(f"the loader {problem}; pass one that can be iterated more than once [TM775]")
+                raise ConfigError(
+                    f"loader: the loader {problem}; pass a loader that can be iterated more than once, such as a "
+                    "DataLoader [TM775]"
+                )
 
 
 def as_images(pixels: Tensor) -> ImageBatch:
@@ -416,13 +420,14 @@ def as_rgb(batch: Any) -> Tensor:
     if not isinstance(pixels, Tensor) or pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or not len(pixels):
         kind = f"of shape {list(pixels.shape)}" if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
         raise ConfigError(
-            f"the loader's batch is {kind}; expected pixels [B, C, H, W] with one or three channels [TM776]"
+            f"loader: expected pixels [B, C, H, W] with 1 or 3 channels, got a batch that is {kind}; change the "
+            "batches that the loader yields [TM776]"
         )
     pixels = pixels.detach().float().cpu()
     low, high = float(pixels.min()), float(pixels.max())
     if low < 0 or high > 1:
         raise ConfigError(
-            f"the loader's pixels are between {low:.3g} and {high:.3g}; expected 0 to 1 (from -1 to 1: x / 2 + 0.5)"
-            " [TM777]"
+            f"loader: expected pixels from 0 to 1, got values from {low:.3g} to {high:.3g}; rescale the pixels "
+            "(from -1 to 1: x / 2 + 0.5) [TM777]"
         )
     return pixels.expand(-1, 3, -1, -1)

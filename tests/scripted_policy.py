@@ -44,7 +44,7 @@ class ScriptedNetwork(nn.Module):
 
 
 class ScriptedModel(Backbone):
-    shape, pixels, passes = (1,), (1, 3, 1, 1), 1
+    shape, pixels, forward_passes = (1,), (1, 3, 1, 1), 1
 
     def __init__(self) -> None:
         self.net: nn.Module = ScriptedNetwork()

@@ -163,9 +163,9 @@ def test_loader_starts_over_and_caches_its_first_images() -> None:
     [
         ([], "no batches"),
         (iter([torch.rand(2, 3, 8, 8)]), "ended after 1 batches"),
-        ([torch.rand(2, 3, 8, 8) * 2 - 1], "expected 0 to 1"),
-        ([torch.rand(2, 4, 8, 8)], "is of shape"),
-        (["a"], "is a str"),
+        ([torch.rand(2, 3, 8, 8) * 2 - 1], "from 0 to 1.*TM777"),
+        ([torch.rand(2, 4, 8, 8)], "of shape.*TM776"),
+        (["a"], "a str.*TM776"),
     ],
 )
 def test_invalid_loader_is_refused(loader: Any, message: str, tmp_path: Path) -> None:

@@ -11,45 +11,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from docs_pages import BLOCK, FILE_NAME, PAGES, ROOT, code_blocks, console_lines, write_named_blocks
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from tastemaker import build, load
 from tastemaker.cli import app
 from tastemaker.config.load import list_recipes, list_trainable_recipes, load_any_config
+from tastemaker.config.recipes import recipe_paths
 from tastemaker.config.registries import OBJECTIVES
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.registry import ConfigError
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+UNPLANNED = {name for name, path in recipe_paths().items() if path.parent.name in ("playground", "toys")}
 COMMANDS = vars(get_command(app))["commands"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE_NAME = re.compile(r"# ([\w-]+\.(?:py|yaml))\n")
-
-
-def code_blocks(page: Path, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
-
-
-def write_named_blocks(page: Path, folder: Path) -> list[Path]:
-    """Write every code block that starts with a file name to that file, and return the files."""
-    files = []
-    for _, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if name := FILE_NAME.match(text):
-            path = folder / name[1]
-            path.write_text(text, encoding="utf-8")
-            files.append(path)
-    return files
-
-
-def console_lines(page: Path) -> Iterator[str]:
-    """Every line of every console block, with continuation lines joined."""
-    for text in code_blocks(page, "console"):
-        yield from text.replace("\\\n", " ").splitlines()
 
 
 def train_and_collect_rewards(config: RunConfig, folder: Path) -> list[float]:
@@ -169,11 +147,11 @@ def test_linked_files_exist() -> None:
 
 def find_mistakes(line: str, local_files: set[str]) -> Iterator[str]:
     """The mistakes in one command line: an unknown recipe, command, option, make target or setting."""
-    if (match := re.search(r"\btastemaker (train|check|doctor) ([\w./-]+)", line)) and match[2] not in {
-        *list_recipes(),
-        *local_files,
-    }:
-        yield f"no recipe {match[2]}"
+    match = re.search(r"\btastemaker (?:train|check|doctor) (?:runs/)?([\w./-]+)", line)
+    if match and match[1] not in {*list_recipes(), *local_files}:
+        yield f"no recipe {match[1]}"
+    if (match := re.search(r"\btastemaker plan ([\w-]+)", line)) and match[1] in UNPLANNED:
+        yield f"plan refuses the small model of {match[1]}"
     if match := re.search(r"\btastemaker ([a-z-]+)(.*)", line):
         if match[1] not in COMMANDS:
             yield f"no command {match[1]}"

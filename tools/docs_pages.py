@@ -120,8 +120,9 @@ def recipe_page(name: str, description: str) -> str:
     commands = [f"tastemaker check {name}", f"tastemaker plan {name}", f"tastemaker train {name}"]
     if any(word in text + str(read_recipe(name)) for word in ("Needs ", "black-forest-labs", "stabilityai")):
         commands.insert(2, f"tastemaker download {name}")
-    if "objective" not in config:
-        commands = [f"tastemaker check {name}", f"tastemaker train {name}"]
+    planned = "objective" in config and path.parent.name not in ("playground", "toys")  # small models are refused
+    if not planned:
+        commands.remove(f"tastemaker plan {name}")
     parts = [
         f"# {name}",
         description,
@@ -130,7 +131,7 @@ def recipe_page(name: str, description: str) -> str:
         fenced("console", "\n".join(commands)),
         "`check` validates the settings, `plan` computes the memory without loading weights, and `train` resumes if you"
         " run it again. Add `key=value` to change a setting."
-        if "objective" in config
+        if planned
         else "`check` validates the settings, and `train` resumes if you run it again. Add `key=value` to change a"
         " setting.",
         "## The recipe",

@@ -158,8 +158,8 @@ def build_adaptive_weight(net: nn.Module) -> AdaptiveWeight:
     layer = as_autoencoder(net).last_layer()
     if layer is None:
         raise ConfigError(
-            f"discriminator.adaptive_weight: {type(net).__name__} has no `last_layer`; set it to false, or derive the "
-            "network from AutoencoderNet and define `last_layer`"
-            " [TM550]"
+            f"discriminator.adaptive_weight: {type(net).__name__} has no `last_layer`; set "
+            "discriminator.adaptive_weight=false, or derive the network from AutoencoderNet and define "
+            "`last_layer` [TM550]"
         )
     return AdaptiveWeight(layer)

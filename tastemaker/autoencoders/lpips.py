@@ -43,7 +43,8 @@ class LPIPSDistance(nn.Module):
         if min(pixels.shape[-2:]) < MIN_SIZE:
             height, width = pixels.shape[-2:]
             raise ValueError(
-                f"LPIPS got images of {height}x{width} pixels; expected {MIN_SIZE} per side or more [TM551]"
+                f"LPIPS: expected images of at least {MIN_SIZE}x{MIN_SIZE} pixels, got {height}x{width}; use "
+                "larger images [TM551]"
             )
         count = len(pixels)
         features = self.block_features(torch.cat([pixels, others]))
@@ -115,7 +116,10 @@ def _find_heads(name: str) -> Path:
     if name:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(f"no LPIPS weights at '{name:.200}'; expected `vgg.pth` of the package lpips [TM552]")
+            raise ConfigError(
+                f"LPIPS: the file '{name:.200}' does not exist; give the path of `weights/v0.1/vgg.pth` from the "
+                "package lpips [TM552]"
+            )
         return path
     package = importlib.util.find_spec("lpips")  # not imported, because that needs torchvision
     for folder in (package.submodule_search_locations or ()) if package else ():
@@ -123,7 +127,6 @@ def _find_heads(name: str) -> Path:
         if path.is_file():
             return path
     raise ConfigError(
-        "LPIPS needs its own weights beside those of VGG16, and they were not found; run "
-        "`pip install --no-deps lpips==0.1.4`, or give the path of its weights/v0.1/vgg.pth as `heads`"
-        " [TM553]"
+        "LPIPS: the weights of its linear layers were not found; run `pip install --no-deps lpips==0.1.4`, or "
+        "set `heads` to the path of that package's weights/v0.1/vgg.pth [TM553]"
     )

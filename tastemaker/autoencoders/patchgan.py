@@ -39,9 +39,9 @@ class PatchGANDiscriminator(nn.Module):
         if min(pixels.shape[-2:]) < self.min_size:
             height, width = pixels.shape[-2:]
             raise ConfigError(
-                f"the discriminator got images of {height}x{width} pixels and needs {self.min_size} per side; "
-                "lower discriminator.num_layers"
-                " [TM554]"
+                "discriminator.num_layers: the discriminator needs images of at least "
+                f"{self.min_size}x{self.min_size} pixels, got {height}x{width}; lower discriminator.num_layers, "
+                "or use larger images [TM554]"
             )
         out: Tensor = self.main(2 * pixels - 1)
         return out.float()
@@ -68,7 +68,8 @@ def load_discriminator(net: PatchGANDiscriminator, path: Path) -> None:
     """Load weights from a checkpoint of LlamaGen, which holds the tokenizer too, of explainingai, or of our own."""
     if not path.is_file():
         raise ConfigError(
-            f"discriminator.weights: found no file at '{path!s:.200}'; expected discriminator weights [TM555]"
+            f"discriminator.weights: the file '{path!s:.200}' does not exist; set discriminator.weights to a file "
+            "with discriminator weights [TM555]"
         )
     checkpoint = None if path.suffix == ".safetensors" else load_pickle(path)
     nested = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, Mapping) else None

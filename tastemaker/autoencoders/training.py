@@ -230,9 +230,9 @@ def check_outputs(outputs: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         reconstruction, loss = parts
         return reconstruction, loss
     raise ConfigError(
-        f"autoencoder: for images {list(pixels.shape)} the network returns {' and '.join(map(str, shapes))}; expected "
-        f"reconstructions of that shape and a further loss, a scalar or [{len(pixels)}]; zeros if it has none"
-        " [TM556]"
+        f"autoencoder: for images {list(pixels.shape)} the network returned {' and '.join(map(str, shapes))}; "
+        "expected reconstructions of the same shape as the images, and an additional loss as a scalar or "
+        f"[{len(pixels)}]; return zeros if there is no additional loss [TM556]"
     )
 
 

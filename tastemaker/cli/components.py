@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten, wrap
 from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from ..console import Table, is_plain, make_console
 from ..core.registry import ConfigError, suggest_name
-from .options import LOOK, MODELS, stderr_console
+from .options import LOOK, MODELS, print_next_steps, stderr_console
 
 app = typer.Typer()
 
 KINDS = ("models", "autoencoders", "rewards", "objectives", "recipes", "data", "searches", "prompts")
 MAX_DESCRIPTION = 110  # characters of a reward's description in the table
 MIN_TABLE_COLUMNS = 90  # terminal width that the table of rewards needs
+NEXT_STEPS = {  # after a list
+    "recipes": ("tastemaker check RECIPE", "tastemaker train RECIPE"),
+    "rewards": ("tastemaker score FOLDER --reward REWARD", "tastemaker train RECIPE 'rewards.NAME={type: REWARD}'"),
+    "models": ("tastemaker list recipes --model MODEL",),
+    "objectives": ("tastemaker list recipes --objective OBJECTIVE",),
+    "autoencoders": ("tastemaker train vae-playground",),
+    "data": ("tastemaker check RECIPE 'data={type: prompt_file, path: prompts.txt}'",),
+    "searches": ("tastemaker generate RECIPE --search best_of_n",),
+    "prompts": ("tastemaker check RECIPE 'data={type: prompt_set, name: NAME}'",),
+}
 MIN_ROOM = 30  # characters of a description beside a name; with less, it has a line of its own
 
 
@@ -39,23 +49,26 @@ def list_(
     from ..config import catalog
 
     if kind not in KINDS:
-        raise ConfigError(f"list: there is no kind '{kind:.60}'{suggest_name(kind, KINDS)} [TM067]")
+        raise ConfigError(f"list: unknown kind '{kind:.60}'{suggest_name(kind, KINDS)} [TM067]")
     rows, filters = catalog.component_rows(kind), {"objective": objective, "model": model, "device": device or ""}
     if any(filters.values()):
         if kind != "recipes":
             raise ConfigError(
-                f"list {kind}: --objective, --model and --device select recipes; use `list recipes` [TM068]"
+                f"list {kind}: --objective, --model and --device filter recipes only; use `tastemaker list "
+                "recipes`, or remove these options [TM068]"
             )
         rows = catalog.select_recipes(rows, **filters)
-    console = Console()
+    console = make_console()
     if as_json:
-        console.print_json(json.dumps(rows))
-    elif kind == "rewards" and console.width >= MIN_TABLE_COLUMNS:
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    if kind == "rewards" and console.width >= MIN_TABLE_COLUMNS and not is_plain(console):
         console.print(reward_table(rows))
     else:
         groups = group_rows(kind, rows, catalog.RECIPE_FAMILIES)
-        lines = format_groups(groups, console.width)
+        lines = format_groups(groups, console.width, fit_recipe if kind == "recipes" else fit_description)
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print_next_steps(*NEXT_STEPS[kind])
 
 
 def group_rows(kind: str, rows: list[dict[str, Any]], families: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
@@ -74,7 +87,7 @@ def group_rows(kind: str, rows: list[dict[str, Any]], families: Mapping[str, str
     return {kind: [(row["name"], row["description"]) for row in rows]}
 
 
-def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int) -> list[str]:
+def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int, fit: Callable[[str, int], str]) -> list[str]:
     """One line per component with as much of its description as fits; two lines if that would be little."""
     lines: list[str] = []
     for heading, rows in groups.items():
@@ -82,20 +95,35 @@ def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int) -> li
         column = max(len(name) for name, _ in rows)
         room = width - column - 4
         if room >= MIN_ROOM:
-            lines += [f"  {name:{column}}  {fit_description(text, room)}" for name, text in rows]
+            lines += [f"  {name:{column}}  {fit(text, room)}" for name, text in rows]
         else:
-            lines += [line for name, text in rows for line in (f"  {name}", f"    {fit_description(text, width - 4)}")]
+            lines += [line for name, text in rows for line in (f"  {name}", f"    {fit(text, width - 4)}")]
     return lines
 
 
 def fit_description(text: str, width: int) -> str:
-    """Shorten a description that is too long: first by the model after "on", which the recipe's name says too."""
-    if len(text) > width:
-        text = re.sub(r" on .*?(?=[.,:] )", "", text, count=1)
+    """Shorten a description that is too long: to its first sentence if that fits and is not much shorter."""
     sentence = text.partition(". ")[0] + "."
     if len(text) > width >= len(sentence) >= width / 2:
         return sentence
     return shorten(text, width, placeholder=" ...", break_on_hyphens=False)
+
+
+def fit_recipe(text: str, width: int) -> str:
+    """Shorten the description of a recipe that is too long, at the end of a sentence or a clause if possible.
+
+    Left out are first the model after "on", which the recipe's name says too, then the last sentences, and then the
+    clauses of the first sentence.
+    """
+    if len(text) <= width:
+        return text
+    first, *others = text.removesuffix(".").split(". ")
+    first = re.sub(r" on .*?(?=[,:] |$)", "", first, count=1)
+    clauses = re.split(r": ", first, maxsplit=1)[0].split(", ")
+    sentences = [[first, *others[:count]] for count in range(len(others), -1, -1)]
+    shorter = [[", ".join(clauses[:count])] for count in range(len(clauses), 0, -1)]
+    candidates = [f"{'. '.join(parts)}." for parts in (*sentences, *shorter)]
+    return next((each for each in candidates if len(each) <= width), fit_description(text, width))
 
 
 def describe_reward(row: dict[str, Any]) -> str:
@@ -129,3 +157,26 @@ def download(
     from ..models.downloads import download as run_download
 
     run_download(names, only_list=only_list, console=stderr_console())
+    if only_list:
+        print_next_steps(f"tastemaker download {shlex.join(names)}")
+    else:
+        print_next_steps(*suggest_after_download(names))
+
+
+def suggest_after_download(names: Sequence[str]) -> list[str]:
+    """Commands that use what was downloaded: the recipe itself, or recipes of a model, or a reward on a folder."""
+    from ..config.recipes import list_trainable_recipes
+    from ..config.registries import MODELS as MODEL_REGISTRY
+    from ..config.registries import REWARDS
+
+    steps = []
+    for name in names:
+        if name in list_trainable_recipes() or name.endswith((".yaml", ".yml")):
+            steps += [f"tastemaker check {name}", f"tastemaker train {name}"]
+        elif name == "geneval":
+            steps.append("tastemaker evaluate geneval --model RUN")
+        elif name in REWARDS:
+            steps.append(f"tastemaker score FOLDER --reward {name}")
+        elif name in MODEL_REGISTRY:
+            steps.append(f"tastemaker list recipes --model {name}")
+    return steps or ["tastemaker list recipes"]

@@ -40,6 +40,7 @@ def embed(
     precision: Annotated[Precision, typer.Option(help="Precision of the text encoders.")] = "bf16",
 ) -> None:
     """Precompute the text embeddings of prompts, so that training needs no text encoder. Resumes if interrupted."""
+    from ..config.registries import MODELS as MODEL_REGISTRY
     from ..data import embedding_precompute
     from ..training.precision import choose_placement
 
@@ -49,6 +50,8 @@ def embed(
     embedding_precompute.embed_prompts(
         options, choose_placement(device, precision), tiny=tiny, console=stderr_console()
     )
+    recipe = "RECIPE" if "/" in model or model in MODEL_REGISTRY else model
+    print_next_steps(f"tastemaker train {recipe} model.embeddings={out}")
 
 
 @app.command(rich_help_panel=DATA, epilog="Example: tastemaker encode images --vae runs/vae-playground --size 64")
@@ -79,10 +82,16 @@ def encode(
 
     place = choose_placement(device, "fp32")
     if bool(tokenizer) == bool(vae):
-        raise ConfigError("encode: give either --tokenizer, for tokens, or --vae, for latents [TM069]")
+        raise ConfigError(
+            "encode: expected either --tokenizer (writes tokens) or --vae (writes latents); give exactly one of the "
+            "two [TM069]"
+        )
     if vae:
         if views == "ten-crop":
-            raise ConfigError("--views ten-crop is for tokens; choose center or flip [TM070]")
+            raise ConfigError(
+                "encode: --views ten-crop works with --tokenizer only; use --views center or --views flip with --vae "
+                "[TM070]"
+            )
         options = image_encoding.LatentEncodingOptions(
             images, vae, out or Path("latents"), size, views == "flip", caption_source, shard_size, max_skipped
         )

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from ..console import ProgressBar, Table, make_console, show_status
 from ..core.registry import ConfigError
-from .options import DIAGNOSE, EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides, stderr_console
+from .options import (
+    DIAGNOSE,
+    EXIT_FAILURE,
+    Overrides,
+    Recipe,
+    RunDeviceOption,
+    Tiny,
+    merge_overrides,
+    print_next_steps,
+    stderr_console,
+)
 
 if TYPE_CHECKING:
     from ..config.schema import AnyConfig, AutoencoderRunConfig, RunConfig
@@ -66,11 +77,11 @@ def check(
     """
     from ..config import check as checks
     from ..config import config_warnings, required_files
-    from ..config.dump import config_to_yaml
+    from ..config.dump import config_to_dict, config_to_yaml
     from ..config.load import load_any_config
     from ..training.device_precision import describe_precision
 
-    config, console = load_any_config(recipe, merge_overrides(overrides)), Console()
+    config, console = load_any_config(recipe, merge_overrides(overrides)), make_console()
     console.print(config_to_yaml(config), markup=False, highlight=False, soft_wrap=True)
     table = Table("batch", "", title="one training step")
     counts = asdict(checks.compute_step_counts(config, world_size or checks.torchrun_world_size()))
@@ -94,6 +105,9 @@ def check(
     ]:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     console.print("no problems found")
+    settings = shlex.join([recipe, *(overrides or [])])
+    doctor = [f"tastemaker doctor {settings} --tiny"] if "objective" in config_to_dict(config) else []
+    print_next_steps(f"tastemaker plan {settings}", *doctor, f"tastemaker train {settings}")
 
 
 def read_data(config: AnyConfig) -> tuple[str, str]:
@@ -115,12 +129,16 @@ def plan(
     gpu_gib: Annotated[float | None, typer.Option(min=1, help="Memory of a GPU in GiB; default: 80.")] = None,
     tflops: Annotated[float | None, typer.Option(min=1, help="TFLOP/s of a GPU; default: 540, an H200.")] = None,
     tbps: Annotated[float | None, typer.Option(min=0.1, help="Memory bandwidth in TB/s; default: 4.3.")] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Measure again, even if this configuration was planned before.")
+    ] = False,
 ) -> None:
     """Predict GPU memory and step time of a run without loading it, and suggest settings if it does not fit."""
     from ..config.load import load_any_config
     from ..config.schema import AutoencoderRunConfig, JudgeRunConfig
     from ..diagnostics import plan as planner
     from ..diagnostics.gpu_presets import find_gpu
+    from ..diagnostics.plan_cache import PlanCache
     from ..training.device_precision import resolve_for_planning
 
     preset = find_gpu(gpu) if gpu else None
@@ -129,13 +147,15 @@ def plan(
     config = load_any_config(recipe, merge_overrides(overrides))
     if isinstance(config, JudgeRunConfig):
         raise ConfigError(
-            "plan: the recipe trains a judge, whose size is not known; run `tastemaker train` instead [TM071]"
+            "plan: this recipe trains a judge, and plan cannot estimate the memory of a judge; run `tastemaker "
+            "train` instead [TM071]"
         )
     engine, precision = resolve_for_planning(config.engine)
-    config, console = replace(config, engine=engine), Console()
+    config, console, cache = replace(config, engine=engine), make_console(), PlanCache(enabled=not no_cache)
     is_autoencoder = isinstance(config, AutoencoderRunConfig)
-    with show_progress(f"planning {config.name}: tracing one rollout and one update on fake tensors"):
-        estimate = planner.estimate_any(config, world_size)
+    known = "found in the cache" if cache.knows(config, world_size) else "tracing one rollout and one update"
+    with show_status(f"planning {config.name}: {known}", stderr_console()):
+        estimate = cache.estimate(config, world_size)
     labels = AUTOENCODER_MEMORY_LABELS if is_autoencoder else MEMORY_LABELS
     table = Table("per GPU", "GiB", title=f"{config.name} on {world_size} GPU{'s' if world_size > 1 else ''}")
     for key, label in labels.items():
@@ -150,36 +170,42 @@ def plan(
     console.print(describe_step_time(config.steps, estimate, tflops, tbps))
     if estimate.total <= gpu_gib * GIB:
         console.print(f"It fits into {gpu_gib:.0f} GiB.")
+        print_next_steps(train_command(recipe, overrides or [], world_size))
         return
     console.print(f"It does not fit into {gpu_gib:.0f} GiB. Settings that save memory, each with all before it:")
-    print_savings(planner.suggest_any_savings(config, estimate, world_size, gpu_gib * GIB), gpu_gib, console)
+    savings = planner.suggest_any_savings(config, estimate, world_size, gpu_gib * GIB, cache.estimate)
+    chosen = print_savings(savings, gpu_gib, console)
+    if chosen:
+        print_next_steps(train_command(recipe, overrides or [], world_size, chosen))
     raise typer.Exit(EXIT_FAILURE)
 
 
-def print_savings(savings: Iterator[tuple[str, float]], gpu_gib: float, console: Console) -> None:
-    """Print settings that save memory until the run fits; each is estimated when it is asked for."""
+def print_savings(savings: Iterator[tuple[str, float]], gpu_gib: float, console: Console) -> list[str]:
+    """Print settings that save memory until the run fits, and return them; each is estimated when it is asked for.
+
+    Returns nothing if none of them is enough.
+    """
+    chosen = []
     while True:
-        with show_progress("estimating with less memory"):
+        with show_status("estimating with less memory", stderr_console()):
             saving = next(savings, None)
         if saving is None:
             console.print(f"None of these is enough for {gpu_gib:.0f} GiB.")
-            return
+            return []
         override, total = saving
+        chosen.append(override)
         console.print(f"  {override}: {total / GIB:.1f} GiB", highlight=False, soft_wrap=True)
         if total <= gpu_gib * GIB:
-            return
+            return chosen
 
 
-@contextmanager
-def show_progress(text: str) -> Iterator[None]:
-    """Show what is being done on stderr: a spinner on a terminal, and a plain line elsewhere."""
-    console = stderr_console()
-    if not console.is_terminal:
-        console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
-        yield
-        return
-    with console.status(f"{escape(text)} ..."):
-        yield
+def train_command(recipe: str, overrides: Sequence[str], world_size: int, savings: Sequence[str] = ()) -> str:
+    """The command that trains a recipe with some of the suggested savings, on several GPUs with torchrun."""
+    settings = [saving.removesuffix(" (approximate)") for saving in savings]
+    if settings and (ranks := re.fullmatch(r"(\S+) on (\d+) GPUs, .*", settings[-1])):
+        settings[-1], world_size = ranks[1], int(ranks[2])
+    start = "tastemaker" if world_size == 1 else f"torchrun --nproc-per-node={world_size} -m tastemaker"
+    return " ".join([start, "train", shlex.join([recipe, *overrides]), *settings])
 
 
 def describe_batch(config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int) -> str:
@@ -207,17 +233,22 @@ def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, devi
     """Check on the real configuration that training can work: ratios, gradients, rewards, pixels, resume, ranks."""
     from ..config.build import warn_ignored_overrides
     from ..config.load import load
-    from ..diagnostics.doctor import run_doctor
+    from ..diagnostics.doctor import count_checks, run_doctor
 
-    config, console, failures = load(recipe, merge_overrides(overrides, device)), Console(), 0
+    config, console, failures = load(recipe, merge_overrides(overrides, device)), make_console(), 0
     if tiny:
         warn_ignored_overrides(config, overrides or ())
-    for result in run_doctor(config, tiny=tiny):
-        failures += result.verdict == "fail"
-        console.print(f"{VERDICTS[result.verdict]}  {escape(result.name)}: {escape(result.number)}", highlight=False)
-        if result.advice:
-            console.print(f"      {escape(result.advice)}", highlight=False)
+    with ProgressBar(stderr_console()) as progress:
+        progress.start("checking", count_checks(), unit="checks")
+        for result in run_doctor(config, tiny=tiny):
+            failures += result.verdict == "fail"
+            line = f"{VERDICTS[result.verdict]}  {escape(result.name)}: {escape(result.number)}"
+            progress.print_above(line, console)
+            if result.advice:
+                progress.print_above(f"      {escape(result.advice)}", console)
+            progress.advance()
     if failures:
         console.print(f"{failures} check(s) failed: this run would not train as it should")
         raise typer.Exit(EXIT_FAILURE)
     console.print("all checks that apply passed")
+    print_next_steps(f"tastemaker train {shlex.join([recipe, *(overrides or [])])}")

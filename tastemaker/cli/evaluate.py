@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from ..console import show_status
 from .options import (
     EVALUATE,
     LOOK,
@@ -17,6 +20,7 @@ from .options import (
     Tiny,
     VerifierOption,
     merge_overrides,
+    print_next_steps,
     stderr_console,
 )
 
@@ -68,6 +72,7 @@ def evaluate(
             tiny=tiny,
             console=stderr_console(),
         )
+        print_next_steps("tastemaker evaluate geneval --model RUN, to compare with a model of yours")
         return
     from .. import api
     from ..search.settings import parse_candidates
@@ -90,6 +95,15 @@ def evaluate(
         tiny=tiny,
         console=stderr_console(),
     )
+    print_next_steps(*suggest_after_evaluation(benchmark, model, overrides or []))
+
+
+def suggest_after_evaluation(benchmark: str, model: str, overrides: Sequence[str]) -> list[str]:
+    """Commands that follow: the report and the export of a run, or the training of a recipe."""
+    if Path(model).is_dir():
+        return [f"tastemaker report {model}", f"tastemaker export {model} --out {Path(model).name}.safetensors"]
+    trained = f"tastemaker evaluate {benchmark} --model RUN, to compare the trained model"
+    return [f"tastemaker train {shlex.join([model, *overrides])}", trained]
 
 
 @app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker bench playground --num-prompts 48 --jobs 2")
@@ -118,12 +132,16 @@ def bench(
 
     loaded = load_plan(plan)
     if summary is not None:
-        return write_scoreboard(loaded, summary, page, stderr_console())
+        write_scoreboard(loaded, summary, page, stderr_console())
+        return print_next_steps(f"tastemaker bench {plan}, which measures what is missing")
     directory = out or Path("runs") / f"bench-{loaded.name}"
     shared = Bench(loaded, directory, num_prompts, count, tuple(merge_overrides(overrides, device)), tiny)
     all_seeds = runner.parse_seeds(seeds, "--seeds"), runner.parse_seeds(control_seeds, "--control-seeds")
     options = runner.BenchOptions(shared, plan, tuple(cells.split(",")) if cells else (), *all_seeds, jobs, minutes)
-    return runner.run_worker(options) if worker else runner.run_bench(options, page, stderr_console())
+    if worker:
+        return runner.run_worker(options)
+    runner.run_bench(options, page, stderr_console())
+    return print_next_steps(f"tastemaker bench {plan} --summary {directory} --page PAGE.md")
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: tastemaker report runs/demo")
@@ -134,9 +152,12 @@ def report(
     """Write an HTML report of one or several runs: samples, curves, warnings and settings."""
     from ..core.output_paths import check_output_file
     from ..report.page import write_report
+    from ..report.share_image import share_image_path
 
-    path = write_report(runs, out and check_output_file(out))
+    with show_status("writing the report", stderr_console()):
+        path = write_report(runs, out and check_output_file(out))
     stderr_console().print(f"the report is {path}", markup=False, highlight=False, soft_wrap=True)
+    print_next_steps(f"open {path} in a browser; {share_image_path(path).name} beside it is an image to share")
 
 
 @app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker pack samples --out samples.npz")
@@ -148,6 +169,7 @@ def pack(
     from ..evaluation import image_sets
 
     image_sets.pack_images(images, out, stderr_console())
+    print_next_steps(f"tastemaker compare {out} --reference REFERENCE.safetensors --weights WEIGHTS")
 
 
 @app.command(
@@ -175,6 +197,7 @@ def reference(
     extractor = load_feature_extractor(network, weights, choose_placement(device, "fp32"))
     description = image_sets.ReferenceDescription(name, split, limit, num_images)
     image_sets.make_reference(images, description, extractor, out, stderr_console())
+    print_next_steps(f"tastemaker compare SAMPLES --reference {out} --weights {weights}")
 
 
 @app.command(
@@ -206,6 +229,7 @@ def compare(
         samples, reference, expected, extractor, stderr_console(), allow_few=allow_few_samples
     )
     image_sets.write_metrics(metrics, out)
+    print_next_steps("tastemaker generate RUN --count 4, for more samples: FID and KID fall until there are thousands")
 
 
 @app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker reconstruct images --model runs/vae-playground")
@@ -229,3 +253,4 @@ def reconstruct(
         images, model, out, size, batch_size, max_skipped, vgg_weights or VGG16.hub, lpips_weights
     )
     reconstruction.reconstruct_images(options, choose_placement(device, "fp32"), stderr_console())
+    print_next_steps(f"tastemaker encode IMAGES --vae {model}, for latents (--tokenizer {model}, for tokens)")

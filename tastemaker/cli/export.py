@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import MODELS, Precision, stderr_console
+from ..console import show_status
+from .options import MODELS, Precision, print_next_steps, stderr_console
 
 app = typer.Typer()
 
@@ -34,11 +35,34 @@ def export(
     from ..export import weights as weights_file
 
     output_paths.check_output_directory(out.parent)
-    if layout is None:
-        return weights_file.export_weights(run, out, weights, bits, stderr_console())
-    torch_dtype = generator.DTYPES[dtype]
+    torch_dtype, console = generator.DTYPES[dtype], stderr_console()
+    with show_status(f"exporting {run}", console):
+        if layout is None:
+            weights_file.export_weights(run, out, weights, bits, console)
+        elif layout == "llamagen":
+            llamagen.export_llamagen(llamagen.LlamagenExport(run, out, weights, torch_dtype, fsdp_shards), console)
+        else:
+            order = generator.GeneratorExport(run, out, layout, weights, torch_dtype, merge, network_only)
+            generator.export_generator(order, console)
+    print_next_steps(*suggest_after_export(run, out, layout))
+
+
+def suggest_after_export(run: Path, out: Path, layout: str | None) -> list[str]:
+    """How to load what was exported: with the other library, or with commands of this package."""
+    from ..config.load import load_any_config
+    from ..config.schema import AutoencoderRunConfig, JudgeRunConfig
+    from ..export.model_card import read_usage
+    from ..training.run_directory import CONFIG_FILE
+
+    config = load_any_config(run / CONFIG_FILE)
+    if isinstance(config, AutoencoderRunConfig):
+        if layout == "diffusers":
+            return ["from diffusers import AutoencoderKL", f'vae = AutoencoderKL.from_pretrained("{out}")']
+        return [f"tastemaker reconstruct IMAGES --model {out}"]
+    if isinstance(config, JudgeRunConfig):
+        return [f'tastemaker ask IMAGE "QUESTION" --model {out}']
+    if (out / "README.md").is_file():
+        return read_usage(out)
     if layout == "llamagen":
-        options = llamagen.LlamagenExport(run, out, weights, torch_dtype, fsdp_shards)
-        return llamagen.export_llamagen(options, stderr_console())
-    order = generator.GeneratorExport(run, out, layout, weights, torch_dtype, merge, network_only)
-    return generator.export_generator(order, stderr_console())
+        return [f"load {out} with LlamaGen's --gpt-ckpt, or tastemaker train RECIPE model.weights={out}"]
+    return [f"tastemaker generate {out}", f"tastemaker train RECIPE model.weights={out}"]

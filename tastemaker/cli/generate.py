@@ -16,6 +16,7 @@ from .options import (
     Tiny,
     VerifierOption,
     merge_overrides,
+    print_next_steps,
     stderr_console,
 )
 
@@ -73,4 +74,8 @@ def generate(
         fps=fps,
         tiny=tiny,
         console=stderr_console(),
+    )
+    print_next_steps(
+        f"open {out / 'sheet.png'}, which shows the samples with their prompts",
+        f"tastemaker score {out} --reward REWARD (see `tastemaker list rewards`)",
     )

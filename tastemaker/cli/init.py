@@ -38,7 +38,7 @@ def init(
     if existing and not force:
         if not interactive:
             raise ConfigError(
-                f"{', '.join(existing)} exists already; choose another --out, or overwrite with --force [TM072]"
+                f"--out: {', '.join(existing)} already exists; choose another --out, or overwrite with --force [TM072]"
             )
         typer.confirm(f"{', '.join(existing)} exists already. Overwrite?", abort=True)
     made.write()

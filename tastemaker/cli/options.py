@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+
+from ..console import make_console
+from ..console import print_next_steps as print_next_steps
 
 # Sections of `tastemaker --help`, in order.
 TRAIN, LOOK, EVALUATE, DATA, MODELS, DIAGNOSE = PANELS = ("Train", "Look", "Evaluate", "Data", "Models", "Diagnose")
@@ -35,14 +37,7 @@ RewardPrecisionOption = Annotated[Precision, typer.Option(help="Precision of the
 
 
 def stderr_console() -> Console:
-    return Console(stderr=True)
-
-
-def print_next_steps(*commands: str) -> None:
-    """Print commands that can follow, one per line, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
-        text = "\n".join(["next:", *(f"  {command}" for command in commands)])
-        stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
+    return make_console(stderr=True)
 
 
 def merge_overrides(overrides: list[str] | None, device: Device | None = None) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import EVALUATE, MODELS, RewardDeviceOption, RewardPrecisionOption, stderr_console
+from .options import EVALUATE, MODELS, RewardDeviceOption, RewardPrecisionOption, print_next_steps, stderr_console
 
 app = typer.Typer()
 
@@ -41,6 +42,9 @@ def score(
     images = folder_scorer.find_images_with_prompts(path, prompts, frame_folders=frame_folders)
     target = out or folder_scorer.image_root(path) / "scores.jsonl"
     folder_scorer.score_images(scorer, images, target, batch_size, stderr_console())
+    name = reward[0] if not reward[0].startswith("{") else "NAME"
+    settings = f"{{type: {reward[0]}}}" if name != "NAME" else reward[0]
+    print_next_steps(f"tastemaker train RECIPE {shlex.quote(f'rewards.{name}={settings}')}")
 
 
 @app.command("serve-reward", rich_help_panel=MODELS, epilog="Example: tastemaker serve-reward aesthetic --port 8800")

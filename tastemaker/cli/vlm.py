@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from .options import DATA, Device, Precision, stderr_console
+from .options import DATA, Device, Precision, print_next_steps, stderr_console
 
 app = typer.Typer()
 
@@ -73,6 +74,8 @@ def ask(
         results = [(image, text) for text in question_answering.answer_image(answerer, options, image, printer)]
     if writer is not None:
         annotations.annotate_images(writer, results, image if image.is_dir() else None, stderr_console())
+    if image.is_dir():
+        print_next_steps(f"tastemaker score {image} --reward {shlex.quote(f'{{type: vlm, weights: {model}}}')}")
 
 
 class AnswerPrinter:
@@ -120,3 +123,4 @@ def caption(
         model, choose_placement(device, precision), "compiled" if compiled else None
     )
     captioning.caption_folder(answerer, options, files, stderr_console())
+    print_next_steps(f"tastemaker train dit-folder 'data={{type: captioned_folder, path: {folder}}}'")

@@ -63,7 +63,10 @@ def convert_config(data: Settings, overrides: Sequence[str]) -> tuple[Settings, 
         stages = {"vae": convert_old_vae, "dit": convert_old_dit}
         stage = data.get("stage", "vae")
         if stage not in stages:
-            raise ConfigError(f"stage is {stage!r:.60}; expected vae (first stage) or dit (second stage) [TM762]")
+            raise ConfigError(
+                f"stage: expected vae (first stage) or dit (second stage), got {stage!r:.60}; set stage to one of "
+                "these [TM762]"
+            )
         return stages[stage](data), [each for each in overrides if each not in stage_overrides]
     if isinstance(model, Mapping) and "name" in model and "type" not in model:
         convert = convert_new_dit if model["name"] == "dit" else convert_new_vae
@@ -76,7 +79,10 @@ def convert_image_folder(entry: Mapping[str, Any], where: str) -> Settings:
     others = {key: value for key, value in entry.items() if key not in ("type", "im_size", "im_channels")}
     channels = entry.get("im_channels", 3)
     if channels not in GRAYSCALE:
-        raise ConfigError(f"{where}: im_channels is {channels!r:.40}; expected 1 or 3 [TM763]")
+        raise ConfigError(
+            f"{where}: expected im_channels 1 or 3, got {channels!r:.40}; set im_channels to 1 (grayscale) or 3 (RGB) "
+            "[TM763]"
+        )
     size = {"image_size": entry["im_size"]} if "im_size" in entry else {}
     return {"type": "image_collection", **others, **size, **({"grayscale": True} if GRAYSCALE[channels] else {})}
 
@@ -153,9 +159,8 @@ def convert_new_dit(data: Mapping[str, Any], model: Mapping[str, Any]) -> Settin
     check_keys(train, {*TRAIN_KEYS, *OTHER_TRAIN_KEYS}, "train")
     if not isinstance(vae.get("weights"), str):
         raise ConfigError(
-            f"autoencoder.weights is {vae.get('weights')!r:.60}; expected the directory of the first stage's run, "
-            "or a file such as vae_autoencoder.pth"
-            " [TM764]"
+            f"autoencoder.weights is {vae.get('weights')!r:.60}; set it to the run directory of the first stage, "
+            "or to a file such as vae_autoencoder.pth [TM764]"
         )
     images, output = _named_dataset(data), Path(train.get("output_dir", "outputs"))
     network = _dit_network(vae, get_mapping(model, "params"), images)
@@ -200,7 +205,10 @@ def _dit_network(vae: Settings, params: Settings, images: Settings) -> Settings:
     check_keys(vae, VAE_KEYS, "params of the autoencoder")
     halves = vae.get("down_sample", [True, True])
     if not isinstance(halves, list) or not all(isinstance(each, bool) for each in halves):
-        raise ConfigError(f"down_sample is {halves!r:.60}; expected a list of true and false, one per block [TM765]")
+        raise ConfigError(
+            f"down_sample: expected a list of true and false, one per block, got {halves!r:.60}; correct the list "
+            "[TM765]"
+        )
     network = {DIT_KEYS[key]: value for key, value in params.items()}
     latents = {"latent_channels": vae.get("z_channels", 4), "downsample_factor": 2 ** sum(halves)}
     return {**network, **latents, "image_size": images.get("image_size", 128)}
@@ -232,7 +240,10 @@ def _noise_schedule(params: Settings) -> Settings:
     check_keys(params, {*NOISE_KEYS, "num_timesteps"}, "diffusion_params")
     steps = params.get("num_timesteps", NUM_TRAIN_TIMESTEPS)
     if steps != NUM_TRAIN_TIMESTEPS:
-        raise ConfigError(f"num_timesteps is {steps!r:.60}; only {NUM_TRAIN_TIMESTEPS} is supported [TM766]")
+        raise ConfigError(
+            f"num_timesteps: expected {NUM_TRAIN_TIMESTEPS}, got {steps!r:.60}; other values are not supported, so "
+            f"set num_timesteps to {NUM_TRAIN_TIMESTEPS} [TM766]"
+        )
     return {key: params[key] for key in NOISE_KEYS if key in params}
 
 
@@ -249,7 +260,9 @@ def _old_dataset(data: Mapping[str, Any]) -> Settings:
 
 def _dataset_size(images: Settings) -> int:
     if not isinstance(images.get("path"), str):
-        raise ConfigError(f"data.path is {images.get('path')!r:.60}; expected a folder of images [TM767]")
+        raise ConfigError(
+            f"data.path: expected the path of a folder of images, got {images.get('path')!r:.60}; set data.path [TM767]"
+        )
     return len(open_image_source(Path(images["path"]), "*", "train"))
 
 
@@ -262,14 +275,17 @@ def _find_checkpoint(output: Path, train: Settings, kind: str) -> str | None:
 def get_count(train: Settings, key: str, default: int, minimum: int = 1) -> int:
     value = train.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"{key} is {value!r:.60}; expected an integer of at least {minimum} [TM768]")
+        raise ConfigError(f"{key} is {value!r:.60}; set it to an integer of at least {minimum} [TM768]")
     return value
 
 
 def get_mapping(data: Mapping[str, Any], key: str) -> Settings:
     value = data.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: expected a mapping of settings, got {value!r:.60} [TM769]")
+        raise ConfigError(
+            f"{key}: expected a mapping of settings, got {value!r:.60}; write `{key}:` with indented settings below "
+            "it [TM769]"
+        )
     return dict(value)
 
 
@@ -277,4 +293,6 @@ def check_keys(data: Mapping[str, Any], keys: set[str], where: str) -> None:
     """Refuse keys that nanoVLA-RL does not have."""
     for key in data:
         if key not in keys:
-            raise ConfigError(f"{where}: nanoVLA-RL has no key '{key!s:.60}'{suggest_name(str(key), keys)} [TM770]")
+            raise ConfigError(
+                f"{where}: nanoVLA-RL does not have the key '{key!s:.60}'{suggest_name(str(key), keys)} [TM770]"
+            )

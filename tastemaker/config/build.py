@@ -108,7 +108,9 @@ def warn_ignored_overrides(config: AnyConfig, overrides: Sequence[str]) -> None:
     if ignored:
         are = "are" if ignored[1:] else "is"
         warnings.warn(
-            f"--tiny: {', '.join(ignored)} {are} ignored; tiny models have their own settings [TM020]", stacklevel=2
+            f"--tiny: {', '.join(ignored)} {are} ignored, because tiny models have fixed sizes; remove --tiny to "
+            "use these settings [TM020]",
+            stacklevel=2,
         )
 
 
@@ -306,7 +308,7 @@ def build_lpips(config: AutoencoderRunConfig, engine: Engine) -> LPIPSDistance |
     try:
         return load_lpips(config.loss.vgg_weights, config.loss.lpips_weights, placement) if config.loss.lpips else None
     except ConfigError as error:
-        raise ConfigError(f"loss.lpips: {error}; without LPIPS, set loss.lpips=0 [TM021]") from error
+        raise ConfigError(f"loss.lpips: {error}; or train without LPIPS: loss.lpips=0 [TM021]") from error
 
 
 def build_reconstruction_metrics(config: AutoencoderRunConfig, engine: Engine) -> ReconstructionEvaluator:

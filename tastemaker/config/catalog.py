@@ -135,7 +135,10 @@ def select_recipes(rows: list[Row], *, objective: str = "", model: str = "", dev
     if not selected:
         filters = {"--objective": objective, "--model": model, "--device": device}
         given = " ".join(f"{option} {value:.60}" for option, value in filters.items() if value)
-        raise ConfigError(f"no recipe matches {given}; `tastemaker list recipes` shows all of them [TM022]")
+        raise ConfigError(
+            f"list recipes: no recipe matches {given}; use fewer filters, or see all recipes with `tastemaker list "
+            "recipes` [TM022]"
+        )
     return selected
 
 

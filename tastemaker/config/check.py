@@ -18,7 +18,9 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
 from ..data.toy import ToyImages, ToyPairs
-from ..objectives.reward_gradient import RewardGradient, is_single_frame
+from ..objectives.reward_gradient import RewardGradient
+from ..objectives.scored_frames import is_single_frame
+from ..objectives.srpo import SRPO
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
@@ -54,7 +56,7 @@ def check_model_process(config: RunConfig, world_size: int) -> str | None:
         return None
     expected = registered_name(model.process_type)
     names = component_name(process), component_name(model)
-    return f"process.type: '{names[0]}' does not fit the model '{names[1]}'; set process.type={expected} [TM780]"
+    return f"process.type: '{names[0]}' does not work with the model '{names[1]}'; set process.type={expected} [TM780]"
 
 
 def check_objective_process(config: RunConfig, world_size: int) -> str | None:
@@ -62,14 +64,20 @@ def check_objective_process(config: RunConfig, world_size: int) -> str | None:
     if isinstance(process, objective.needs):
         return None
     names = component_name(objective), registered_name(objective.needs), component_name(process)
-    return f"objective: '{names[0]}' needs the process '{names[1]}', got '{names[2]}'; choose another objective [TM781]"
+    return (
+        f"objective.type: '{names[0]}' needs the process '{names[1]}', but process.type is '{names[2]}'; choose "
+        f"another objective, or a model that uses the process '{names[1]}' [TM781]"
+    )
 
 
 def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
     if not config.objective.needs_stochastic or config.process.stochastic:
         return None
     name, advice = component_name(config.objective), "flow_sde, or ddim with eta above 0"
-    return f"process.dynamics: '{name}' needs a stochastic sampler, got a deterministic one; choose {advice} [TM782]"
+    return (
+        f"process.dynamics: the objective '{name}' needs a stochastic sampler, but this sampler is deterministic; set "
+        f"process.dynamics.type to {advice} [TM782]"
+    )
 
 
 def check_objective_data(config: RunConfig, world_size: int) -> str | None:
@@ -79,7 +87,9 @@ def check_objective_data(config: RunConfig, world_size: int) -> str | None:
     needs, yields = (BATCH_NAMES.get(kind, kind.__name__) for kind in (expected, batch_type))
     names = component_name(config.objective), component_name(config.data)
     advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
-    return f"data: '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
+    return (
+        f"data.type: the objective '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
+    )
 
 
 def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
@@ -89,26 +99,31 @@ def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
         return None
     name, are = component_name(config.objective), "is" if len(blocked) == 1 else "are"
     return (
-        f"rewards: '{name}' back-propagates through the rewards, but {quote(blocked)} {are} not differentiable; "
-        "set the weight to 0, or use grpo"
-        " [TM784]"
+        f"rewards: the objective '{name}' needs differentiable rewards, but {quote(blocked)} {are} not "
+        f"differentiable; set the weight of {quote(blocked)} to 0, or use the objective grpo [TM784]"
     )
 
 
 def check_rewards_exist(config: RunConfig, world_size: int) -> str | None:
     if not config.objective.samples_per_prompt() or any(reward.weight for reward in config.rewards.values()):
         return None
-    state = "all of them have weight 0" if config.rewards else "there are none"
+    state = "all rewards have weight 0" if config.rewards else "no rewards are set"
     name = component_name(config.objective)
-    return f"rewards: '{name}' trains on rewards, but {state}; add one, for example rewards.color.type=color [TM785]"
+    return (
+        f"rewards: the objective '{name}' trains on rewards, but {state}; add a reward, for example "
+        "rewards.color.type=color, or set a weight above 0 [TM785]"
+    )
 
 
 def check_video_rewards(config: RunConfig, world_size: int) -> str | None:
     rewards = video_rewards(config)
     if config.model.frames > 1 or not rewards:
         return None
-    read, name = "reads" if len(rewards) == 1 else "read", component_name(config.model)
-    return f"rewards: {quote(rewards)} {read} motion, but '{name}' generates images; remove from rewards [TM786]"
+    read, name = "scores" if len(rewards) == 1 else "score", component_name(config.model)
+    return (
+        f"rewards: {quote(rewards)} {read} videos, but the model '{name}' generates images; remove {quote(rewards)} "
+        "from rewards, or use a video model [TM786]"
+    )
 
 
 def check_num_frames(config: RunConfig, world_size: int) -> str | None:
@@ -117,9 +132,8 @@ def check_num_frames(config: RunConfig, world_size: int) -> str | None:
         return None
     names = component_name(data), component_name(config.model)
     return (
-        f"data.num_frames: '{names[0]}' has {data.num_frames}, but '{names[1]}' generates {frames}; "
-        f"set data.num_frames={frames}"
-        " [TM787]"
+        f"data.num_frames: the data '{names[0]}' has {data.num_frames} frames per sample, but the model "
+        f"'{names[1]}' generates {frames}; set data.num_frames={frames} [TM787]"
     )
 
 
@@ -132,8 +146,8 @@ def check_initial_image(config: RunConfig, world_size: int) -> str | None:
         return None
     name = component_name(model)
     return (
-        f"model.image: '{name}' continues an image, but the first prompt has none; set it, or give each prompt one"
-        " [TM788]"
+        f"model.image: the model '{name}' starts from an image, but the first prompt has no image; set "
+        "model.image, or add an `image` to each prompt's metadata [TM788]"
     )
 
 
@@ -144,7 +158,8 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
     steps = process.num_steps
     if objective.gradient_mode == "last_steps" and objective.last_steps > steps:
         return (
-            f"objective.last_steps: {objective.last_steps} of a sampler with {steps} steps; set at most {steps} [TM789]"
+            f"objective.last_steps: expected at most {steps}, the number of sampling steps, got "
+            f"{objective.last_steps}; lower objective.last_steps, or raise process.num_steps [TM789]"
         )
     try:
         objective.first_step(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), steps)
@@ -155,7 +170,7 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
 
 def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
     objective, frames = config.objective, config.model.frames
-    if not isinstance(objective, RewardGradient):
+    if not isinstance(objective, RewardGradient | SRPO):
         return None
     try:
         single = is_single_frame(objective.frames, frames)
@@ -165,9 +180,8 @@ def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
     if not single or not rewards:
         return None
     return (
-        f"objective.frames: '{objective.frames}' decodes one frame per video, but {quote(rewards)} needs several; "
-        "choose all, alt or fml"
-        " [TM790]"
+        f"objective.frames: '{objective.frames}' decodes one frame per video, but {quote(rewards)} needs several "
+        "frames; set objective.frames to all, alt or fml [TM790]"
     )
 
 
@@ -178,9 +192,9 @@ def check_truncated_sampling(config: RunConfig, world_size: int) -> str | None:
     if process.top_k == 0 and process.top_p == 1:
         return None
     return (
-        f"process: top_k is {process.top_k} and top_p is {process.top_p}, but the objective trains log-probabilities; "
-        "a token outside of top_k or top_p would have probability 0 after an update; set top_k=0 and top_p=1"
-        " [TM791]"
+        f"process: top_k is {process.top_k} and top_p is {process.top_p}, but this objective needs the "
+        "log-probabilities of all tokens. After an update, a sampled token outside top_k or top_p would have "
+        "probability 0. Set process.top_k=0 and process.top_p=1 [TM791]"
     )
 
 
@@ -192,9 +206,8 @@ def check_dropout(config: RunConfig, world_size: int) -> str | None:
     if section is None or not objective.needs_stochastic or wanted:
         return None
     return (
-        f"{section}.dropout: {rates[section]}, but the objective trains log-probabilities, and samples are drawn "
-        f"without dropout; set {section}.dropout=0"
-        " [TM792]"
+        f"{section}.dropout: {rates[section]} is not supported by this objective, because samples are drawn "
+        f"without dropout and the log-probabilities would differ; set {section}.dropout=0 [TM792]"
     )
 
 
@@ -202,11 +215,15 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
     prompts, minibatches = config.batch.prompts, config.batch.minibatches
     ranks = data_parallel_size(config, world_size)
     if prompts % ranks:
-        return f"batch.prompts: {prompts} is not divisible by {ranks} ranks; choose a multiple of {ranks} [TM793]"
+        return (
+            f"batch.prompts: {prompts} is not divisible by {ranks} ranks; set batch.prompts to a multiple of {ranks} "
+            "[TM793]"
+        )
     if prompts // ranks % minibatches:
         advice = f"choose batch.prompts as a multiple of {ranks * minibatches}"
         return (
-            f"batch.minibatches: {prompts // ranks} prompts per rank do not divide by {minibatches}; {advice} [TM794]"
+            f"batch.minibatches: {prompts // ranks} prompts per rank are not divisible by {minibatches} "
+            f"minibatches; {advice} [TM794]"
         )
     return None
 
@@ -216,20 +233,24 @@ def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
     if config.engine.strategy != "hsdp" or world_size % replicas == 0:
         return None
     return (
-        f"engine.hsdp_replicas: {world_size} ranks do not divide into {replicas} replicas; "
-        f"start a multiple of {replicas} ranks with torchrun"
-        " [TM795]"
+        f"engine.hsdp_replicas: {world_size} ranks cannot be divided into {replicas} replicas; start a multiple "
+        f"of {replicas} ranks with torchrun, or change engine.hsdp_replicas [TM795]"
     )
 
 
 def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
     size = config.engine.context_parallel
+    if size > 1 and not (isinstance(config, RunConfig) and config.model.supports_context_parallel):
+        return (
+            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, Qwen-Image, Wan and LTX only; "
+            "set engine.context_parallel=1"
+            " [TM920]"
+        )
     if world_size == 1 or world_size % size == 0:
         return None
     return (
-        f"engine.context_parallel: {world_size} ranks do not divide into groups of {size}; "
-        f"start a multiple of {size} ranks with torchrun, or change it"
-        " [TM796]"
+        f"engine.context_parallel: {world_size} ranks cannot be divided into groups of {size}; start a multiple "
+        f"of {size} ranks with torchrun, or change engine.context_parallel [TM796]"
     )
 
 
@@ -243,7 +264,10 @@ def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
     conflicts = [name for name, active in settings.items() if active]
     if not engine.cuda_graphs or not conflicts:
         return None
-    return f"engine.cuda_graphs: cannot be combined with engine.{conflicts[0]}; remove one of them [TM797]"
+    return (
+        f"engine.cuda_graphs: CUDA graphs cannot be combined with engine.{conflicts[0]}; set "
+        f"engine.cuda_graphs=false, or remove engine.{conflicts[0]} [TM797]"
+    )
 
 
 def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
@@ -265,7 +289,8 @@ def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
     if config.sample.weights == "ema" and config.ema_decay == 0:
         return (
-            "sample.weights: 'ema', but no EMA is kept; set ema_decay, for example 0.99, or sample.weights=live [TM798]"
+            "sample.weights: expected an EMA for the value 'ema', but ema_decay is 0; set ema_decay, for example "
+            "ema_decay=0.99, or sample.weights=live [TM798]"
         )
     return None
 
@@ -275,7 +300,8 @@ def check_sample_size(config: RunConfig, world_size: int) -> str | None:
     size = {key: side for key, side in (("height", sample.height), ("width", sample.width)) if side}
     if not {*size} <= settings_of(model).keys():
         return (
-            f"sample.{next(iter(size))}: '{component_name(model)}' generates images of one size only; remove it [TM799]"
+            f"sample.{next(iter(size))}: the model '{component_name(model)}' generates images of one size only; "
+            f"remove sample.{next(iter(size))} [TM799]"
         )
     try:
         build_component(ModelSpec, {**to_plain(model, None), **size}, "sample") if size else None
@@ -295,7 +321,10 @@ def check_sample_steps(config: RunConfig, world_size: int) -> str | None:
 def check_data_files(config: AnyConfig, world_size: int) -> str | None:
     for key, path in settings_of(config.data).items():
         if isinstance(path, Path) and not os.path.exists(path):
-            return f"data.{key}: there is no {str(path)!r:.200}; paths are relative to the current directory [TM800]"
+            return (
+                f"data.{key}: the path {str(path)!r:.200} does not exist; correct data.{key} (paths are relative to "
+                "the current directory) [TM800]"
+            )
     return None
 
 
@@ -303,9 +332,8 @@ def check_autoencoder_samples(config: AutoencoderRunConfig, world_size: int) -> 
     sample = config.sample
     if any(x is not None for x in (sample.height, sample.width, sample.num_steps, sample.guidance_scale)):
         return (
-            "sample: an autoencoder shows reconstructions of its data; "
-            "remove height, width, num_steps and guidance_scale"
-            " [TM801]"
+            "sample: the samples of an autoencoder are reconstructions of its data; remove height, width, "
+            "num_steps and guidance_scale from sample [TM801]"
         )
     return None
 
@@ -323,8 +351,8 @@ def check_autoencoder_data(config: AutoencoderRunConfig, world_size: int) -> str
             yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
             advice = f"set {key}.type to {DATA_TYPES[ImageBatch]}"
             return (
-                f"{key}: an autoencoder trains on images, but '{component_name(data)}' yields {yields}; {advice}"
-                " [TM803]"
+                f"{key}.type: an autoencoder trains on images, but '{component_name(data)}' yields {yields}; "
+                f"{advice} [TM803]"
             )
     return None
 
@@ -335,7 +363,8 @@ def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
             yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
             name = component_name(data)
             return (
-                f"{key}: a judge trains on questions with answers, but '{name}' yields {yields}; use vqa_file [TM804]"
+                f"{key}.type: a judge trains on questions with answers, but '{name}' yields {yields}; set "
+                f"{key}.type to vqa_file [TM804]"
             )
     return None
 
@@ -411,7 +440,10 @@ def torchrun_world_size() -> int:
     """The number of ranks that torchrun started; 1 without torchrun."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or int(size) < 1:
-        raise ConfigError(f"the environment variable WORLD_SIZE is '{size}'; expected the number of ranks [TM023]")
+        raise ConfigError(
+            f"WORLD_SIZE: expected the number of ranks in this environment variable, got '{size}'; unset WORLD_SIZE, "
+            "or start the command with torchrun [TM023]"
+        )
     return int(size)
 
 

@@ -38,7 +38,7 @@ def _warn_emulated_bugs(config: RunConfig) -> list[str]:
     objective = config.objective
     if not isinstance(objective, TeacherForcedGRPO):
         return []
-    why = "so that ratios do not begin at 1; use it for comparison only"
+    why = "so importance ratios do not start at 1; use this setting for comparisons only"
     return [
         f"objective.emulate_bugs: '{bug}' is on: {EMULATED_BUGS[bug]}, {why} [TM805]" for bug in objective.emulate_bugs
     ]
@@ -51,9 +51,11 @@ def _warn_unguided_updates(config: RunConfig) -> list[str]:
     if guidance is None or not guidance.rollouts_only or guidance.scale == 1 or not sampled:
         return []
     return [
-        "guidance.rollouts_only: samples are drawn with guidance and scored without it, as in AR-GRPO, so that the "
-        "trained distribution is not the sampled one; set it to false to score with guidance"
-        " [TM806]"
+        (
+            "guidance.rollouts_only: samples are drawn with guidance and scored without guidance, as in AR-GRPO, so "
+            "the trained distribution differs from the sampled one; set guidance.rollouts_only=false to score with "
+            "guidance [TM806]"
+        )
     ]
 
 
@@ -63,9 +65,11 @@ def _warn_timestep_shift(config: RunConfig) -> list[str]:
     if shift is None or not isinstance(path, RectifiedFlow) or abs(path.shift - shift) <= SHIFT_TOLERANCE * shift:
         return []
     return [
-        f"process.path.shift: {path.shift:g} is meant for videos of another size or length; "
-        f"set process.path.shift={shift:.4f}, unless you want another one"
-        " [TM807]"
+        (
+            f"process.path.shift: {path.shift:g} is the shift for another video size or length; set "
+            f"process.path.shift={shift:.4f} for the size of this model, unless you chose {path.shift:g} on purpose "
+            "[TM807]"
+        )
     ]
 
 
@@ -80,11 +84,14 @@ def warn_small_lora_updates(config: AnyConfig) -> list[str]:
     if lr >= MIN_LORA_LR and lr * updates >= MIN_LORA_CHANGE:
         return []
     needed = max(updates, math.ceil(MIN_LORA_CHANGE / LORA_LR))
-    advice = f"set optim.lr={LORA_LR:g} to 3e-4" + (f" and at least {needed} updates" if needed > updates else "")
+    advice = f"set optim.lr={LORA_LR:g} (at most 3e-4)" + (
+        f" and train for at least {needed} updates" if needed > updates else ""
+    )
     return [
-        f"optim.lr: {lr:g} over {updates} updates is little for LoRA, whose weights change by at most "
-        f"{lr * updates:.2g}: the samples will hardly change; {advice}"
-        " [TM808]"
+        (
+            f"optim.lr: {lr:g} over {updates} updates is too small for LoRA. The LoRA weights change by at most "
+            f"{lr * updates:.2g}, so the samples hardly change; {advice} [TM808]"
+        )
     ]
 
 

@@ -122,7 +122,7 @@ def list_goal_choices(hardware: str, model: str) -> dict[str, str]:
 
 def _require_choice(option: str, value: str, choices: Mapping[str, Any], reason: str = "") -> None:
     if value not in choices:
-        raise ConfigError(f"{option}: found '{value:.60}'{reason}{suggest_name(value, choices)} [TM024]")
+        raise ConfigError(f"{option}: '{value:.60}' is not available{reason}{suggest_name(value, choices)} [TM024]")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def make_starter_files(hardware: str, model: str, goal: str, out: Path) -> Start
     _require_choice("--goal", goal, GOALS)
     _require_choice("--goal", goal, list_goal_choices(hardware, model), f" for {model} on {HARDWARE[hardware]}")
     if out.suffix not in YAML_SUFFIXES:
-        raise ConfigError(f"--out: found '{out!s:.200}'; expected a file that ends in .yaml [TM025]")
+        raise ConfigError(
+            f"--out: expected a file name that ends in .yaml, got '{out!s:.200}'; rename the file [TM025]"
+        )
     start = MODELS[model].starts[hardware][goal]
     base = merge_parents(recipe_paths()[start.recipe])
     files = {}

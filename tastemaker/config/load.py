@@ -36,9 +36,8 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(config, RunConfig):
         what = "a judge" if isinstance(config, JudgeRunConfig) else "an autoencoder"
         raise ConfigError(
-            f"{recipe}: this recipe trains {what}, which cannot generate images; use it with `tastemaker train`, "
-            "or give the recipe of a generator"
-            " [TM026]"
+            f"{recipe}: this recipe trains {what}, which cannot generate images; use the recipe with `tastemaker "
+            "train`, or give the recipe of a generator [TM026]"
         )
     return config
 
@@ -47,7 +46,10 @@ def load_any_config(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyCon
     """Load the configuration of any recipe. Its name is the recipe's, unless the recipe sets one."""
     data = read_recipe(recipe, overrides)
     if not RUN_KINDS & data.keys() and str(recipe) in recipe_paths().keys() - {*list_trainable_recipes()}:
-        raise ConfigError(f"{recipe} is only a part of a recipe; {_suggest_complete_recipe(str(recipe))} [TM027]")
+        raise ConfigError(
+            f"{recipe}: this is only a part of a recipe, for use in `extends`; "
+            f"{_suggest_complete_recipe(str(recipe))} [TM027]"
+        )
     config = validate_config(data)
     return config if config.name else replace(config, name=Path(recipe).stem)
 
@@ -61,7 +63,10 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
             data = merge_mappings(merge_parents(find_recipe(parent, Path())), data)
         return apply_overrides(data, remaining)
     except RecursionError as error:
-        raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings [TM028]") from error
+        raise ConfigError(
+            f"{recipe}: the settings are nested too deeply; write sections with settings, such as optim: {{lr: 1e-4}} "
+            "[TM028]"
+        ) from error
 
 
 def list_generator_recipes() -> list[str]:
@@ -81,7 +86,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         keys = place.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(
-                f"'{override:.60}' is not an override; expected key=value, for example optim.lr=3e-4 [TM029]"
+                f"'{override:.60}' is not an override; write key=value, for example optim.lr=3e-4 [TM029]"
             )
         section: Any = data
         for depth, key in enumerate(keys[:-1]):
@@ -89,7 +94,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             if section is not None and not isinstance(section, dict):
                 parent = ".".join(keys[: depth + 1])
                 raise ConfigError(
-                    f"{place}: '{parent}' is {section!r:.60}, which has no keys; set '{parent}' itself [TM030]"
+                    f"{place}: '{parent}' is {section!r:.60} and has no keys below it; set '{parent}' itself [TM030]"
                 )
             section = section or {}
         patch = parse_yaml(text, place)
@@ -116,7 +121,9 @@ def keep_shared_settings(section: str, settings: Any, location: str) -> dict[str
     if dropped:
         named = ", ".join(f"{section}.{key}={settings[key]}" for key in dropped)
         warnings.warn(
-            f"{section}.type: {location} has no such settings, so these are dropped: {named} [TM031]", stacklevel=2
+            f"{section}.type: {location} does not have these settings of the recipe, so they are dropped: "
+            f"{named}; add fields of these names to your class to keep them [TM031]",
+            stacklevel=2,
         )
     return {"type": location, **kept}
 
@@ -130,7 +137,7 @@ def _suggest_complete_recipe(part: str) -> str:
     recipe = next((name for name in list_trainable_recipes() if part in _ancestors(name)), None)
     if recipe is None:
         return f"write a recipe with `extends: [{part}]` and an objective"
-    return f"name a recipe that extends it, for example {recipe}"
+    return f"use a complete recipe that extends it, for example {recipe}"
 
 
 def _ancestors(name: str) -> list[str]:

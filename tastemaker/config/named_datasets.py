@@ -22,13 +22,14 @@ def resolve_named_dataset(settings: Mapping[str, Any]) -> dict[str, Any]:
     entries = read_datasets_file(file)
     if not isinstance(name, str) or name not in entries:
         problem = f"has no dataset '{name:.60}'" if isinstance(name, str) else "needs a `name` to look up"
-        raise ConfigError(f"{file} {problem}{suggest_name(str(name), entries)} [TM032]")
+        raise ConfigError(f"data.name: {file} {problem}{suggest_name(str(name), entries)} [TM032]")
     entry = entries[name]
     kind = entry.get("type") if isinstance(entry, Mapping) else None
     if not isinstance(kind, str) or kind == NAMED_DATASET:
         problem = f"has the type {kind!r:.40}" if isinstance(entry, Mapping) else f"is {entry!r:.60}"
         raise ConfigError(
-            f"{file}: '{name:.60}' {problem}; expected settings such as {{type: image_collection, path: faces}} [TM033]"
+            f"{file}: the dataset '{name:.60}' {problem}; write settings such as {{type: image_collection, path: "
+            "faces} [TM033]"
         )
     overrides = {key: value for key, value in settings.items() if key not in ("type", "name", "file")}
     return {**convert_dataset(entry, f"{file}: {name}"), **overrides}
@@ -37,12 +38,16 @@ def resolve_named_dataset(settings: Mapping[str, Any]) -> dict[str, Any]:
 def find_datasets_file(file: object) -> Path:
     """Return the given file, or the first default one that exists."""
     if file is not None and not isinstance(file, str | Path):
-        raise ConfigError(f"file is {file!r:.60}; expected the path of a file with named datasets [TM034]")
+        raise ConfigError(
+            f"data.file: expected the path of a YAML file with named datasets, got {file!r:.60}; correct data.file "
+            "[TM034]"
+        )
     candidates = (Path(file),) if file is not None else DATASETS_FILES
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         raise ConfigError(
-            f"there is no {' or '.join(map(str, candidates))}; create it, or set `file` to its path [TM035]"
+            f"data.file: {' or '.join(map(str, candidates))} does not exist; create the file, or set data.file to "
+            "its path [TM035]"
         )
     return path
 
@@ -52,7 +57,13 @@ def read_datasets_file(file: Path) -> dict[str, Any]:
     try:
         entries = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}); expected UTF-8 text [TM036]") from error
+        raise ConfigError(
+            f"{file}: the file cannot be read ({error}); save it as UTF-8 text, and check the path and its "
+            "permissions [TM036]"
+        ) from error
     if not isinstance(entries, dict) or not entries:
-        raise ConfigError(f"{file}: expected names of datasets, each with its settings [TM037]")
+        raise ConfigError(
+            f"{file}: expected a mapping from dataset names to settings; write for example faces: {{type: "
+            "image_collection, path: faces} [TM037]"
+        )
     return entries

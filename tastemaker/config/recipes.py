@@ -34,7 +34,9 @@ def recipe_paths() -> dict[str, Path]:
     for path in RECIPES.rglob("*.yaml"):
         name = path.relative_to(PARTS).with_suffix("").as_posix() if PARTS in path.parents else path.stem
         if name in paths:
-            raise ValueError(f"two recipes are called '{name}': {paths[name]} and {path} [TM038]")
+            raise ValueError(
+                f"two recipes have the name '{name}': {paths[name]} and {path}; rename one of the two files [TM038]"
+            )
         paths[name] = path
     return dict(sorted(paths.items()))
 
@@ -56,7 +58,8 @@ def find_recipe(name: str, folder: Path, where: str = "") -> Path:
         path = folder / name
         if not os.path.isfile(path):  # unlike Path's, it accepts any name
             raise ConfigError(
-                f"{start}there is no file {path!s:.300}; give the name of a recipe or a YAML file [TM039]"
+                f"{start}the file {path!s:.300} does not exist; give the name of a recipe, or the path of an "
+                "existing YAML file [TM039]"
             )
         return path
     if name not in recipe_paths():
@@ -66,17 +69,17 @@ def find_recipe(name: str, folder: Path, where: str = "") -> Path:
 
 def _describe_unknown(name: str, *, is_parent: bool) -> str:
     """Explain a name that is no recipe. A path or a directory is meant as a run, for which no recipe is suggested."""
-    unknown = f"there is no recipe '{name:.60}'"
+    unknown = f"unknown recipe '{name:.60}'"
     if is_parent:
-        hint = f"the path of a file ends in .yaml, and the directory of a run has a {CONFIG_FILE}"
+        hint = f"give a recipe name, a path that ends in .yaml, or a run directory with a {CONFIG_FILE}"
         return f"{unknown}{suggest_recipes(name, list_recipes())}; {hint}"
     if os.path.isdir(name):
-        return f"{name:.300} is no run: it has no {CONFIG_FILE}; give the directory of a run, or the name of a recipe"
+        return f"{name:.300} is not a run directory: {CONFIG_FILE} is missing; give a run directory or a recipe name"
     if any(name.startswith(f"{path.name}/") for path in PARTS.iterdir() if path.is_dir()):
         return f"{unknown}{suggest_recipes(name, [part for part in list_recipes() if '/' in part])}"
     if "/" in name:
-        return f"there is no run {name:.300}: no such directory; check the path, or give the name of a recipe"
-    hint = "`tastemaker list recipes` shows all, and the path of a file ends in .yaml"
+        return f"the run directory {name:.300} does not exist; correct the path, or give a recipe name"
+    hint = "see all recipes with `tastemaker list recipes`, or give a path that ends in .yaml"
     return f"{unknown}{suggest_recipes(name, list_trainable_recipes())}; {hint}"
 
 
@@ -104,10 +107,13 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text [TM041]") from error
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); check the path and its permissions [TM042]"
+            f"{path}: the file cannot be read ({error.strerror}); check the path and its permissions [TM042]"
         ) from error
     if data is not None and not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, got a {type(data).__name__} [TM043]")
+        raise ConfigError(
+            f"{path}: expected a mapping of sections, got a {type(data).__name__}; write sections such as optim: "
+            "{lr: 1e-4} [TM043]"
+        )
     return data or {}
 
 
@@ -122,12 +128,15 @@ def merge_parents(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]
     path = path.resolve()
     if path in children:
         circle = " -> ".join(file.name for file in (*children[children.index(path) :], path))
-        raise ConfigError(f"{path}: 'extends' is circular: {circle}; remove one of them [TM044]")
+        raise ConfigError(f"{path}: 'extends' is circular: {circle}; remove one of these 'extends' [TM044]")
     data = read_yaml_mapping(path)
     parents = data.pop("extends", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(f"{path}: 'extends' must be the name of a recipe, a path or a list of them [TM045]")
+        raise ConfigError(
+            f"{path}: 'extends' is not the name of a recipe, a path or a list of these; write for example extends: "
+            "models/flux [TM045]"
+        )
     merged: dict[str, Any] = {}
     for parent in parents:
         merged = merge_mappings(merged, merge_parents(_find_parent(parent, path), (*children, path)))

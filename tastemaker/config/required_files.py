@@ -35,7 +35,8 @@ def find_missing_files(config: AnyConfig) -> list[str]:
                 messages.append(f"{key}: {_shipped_problem(value)} [TM809]")
             elif is_local_path(value) and not Path(value).expanduser().exists():
                 messages.append(
-                    f"{key}: there is no {str(value)!r:.200}; paths are relative to the current directory [TM810]"
+                    f"{key}: the path {str(value)!r:.200} does not exist; correct {key} (paths are relative to "
+                    "the current directory) [TM810]"
                 )
     return messages
 
@@ -110,9 +111,10 @@ def published_sources(config: AnyConfig) -> tuple[WeightsSource, ...]:
 def find_missing_downloads(config: AnyConfig) -> list[str]:
     """Return a message for all published weights that are not on this machine."""
     return [
-        f"{source} is not on this machine ({source.size}, {source.license}); "
-        f"`tastemaker download {source}` downloads it"
-        " [TM811]"
+        (
+            f"{source} is not on this machine ({source.size}, {source.license}); run `tastemaker download {source}` "
+            "[TM811]"
+        )
         for source in published_sources(config)
         if not is_local_path(source.hub) and find_cached(source) is None
     ]

@@ -53,7 +53,7 @@ class EngineConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
     hsdp_replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold all weights
-    context_parallel: PositiveInt = 1  # ranks that split the tokens of a sample; FLUX and Qwen-Image only
+    context_parallel: PositiveInt = 1  # ranks that share the tokens of a sample; FLUX, Qwen-Image, Wan and LTX only
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: the best for the device
     reduce_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # of gradients between ranks
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of trained weights; bf16 rounds stochastically
@@ -108,7 +108,8 @@ class LoggerConfig:
     def __post_init__(self) -> None:
         if self.type == "tensorboard" and self.project is not None:
             raise ValueError(
-                "'project' is for wandb and trackio; TensorBoard writes into the directory of the run [TM047]"
+                "'project' works with wandb and trackio only, because TensorBoard writes into the run directory; "
+                "remove 'project' [TM047]"
             )
 
 
@@ -125,10 +126,13 @@ class RewardConfig:
     def __post_init__(self) -> None:
         if self.held_out and self.weight:
             raise ValueError(
-                f"'held_out' is true but 'weight' is {self.weight}; set weight to 0 or held_out to false [TM048]"
+                f"'held_out' is true but 'weight' is {self.weight}; set weight to 0, or set held_out to false [TM048]"
             )
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"'clip' is {list(self.clip)}; expected a lower and a higher bound [TM049]")
+            raise ValueError(
+                f"'clip': expected a lower and a higher bound, got {list(self.clip)}; write for example clip: [0, 1] "
+                "[TM049]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,9 @@ class CommonConfig:
 
     def __post_init__(self) -> None:
         if self.name in ("", ".", "..") or any(mark in (self.name or "") for mark in "/\\\0"):
-            raise ValueError(f"'name' is {self.name!r:.60}; expected the name of a directory, without slashes [TM050]")
+            raise ValueError(
+                f"'name': expected a directory name without slashes, got {self.name!r:.60}; choose another name [TM050]"
+            )
 
     @property
     def directory(self) -> Path:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial, reduce
 from operator import or_
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -29,9 +29,6 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import (
     CoreSchema,
-    ErrorDetails,
-    InitErrorDetails,
-    PydanticCustomError,
     ValidationError,
     core_schema,
 )
@@ -41,7 +38,7 @@ from ..core.autoencoder import AutoencoderSpec
 from ..core.model_spec import ModelSpec
 from ..core.objective import Objective
 from ..core.policy import Process
-from ..core.registry import ConfigError, Registry, suggest_name
+from ..core.registry import ConfigError, Registry
 from ..core.reward import RewardSpec
 from ..core.weights import Tuning
 from ..data.dataset import DataSpec
@@ -60,8 +57,15 @@ from .schema import (
     RunConfig,
     ordered_fields,
 )
-
-Location = tuple[int | str, ...]
+from .validation_messages import (
+    describe_errors,
+    describe_type,
+    format_location,
+    format_value,
+    literal_choices,
+    make_error,
+    suggest_choice,
+)
 
 # The registry in which the `type` of a value is looked up, by the type of its field.
 COMPONENT_REGISTRIES: dict[type, Registry] = {
@@ -76,38 +80,6 @@ COMPONENT_REGISTRIES: dict[type, Registry] = {
     DataSpec: registries.DATA,
     Search: registries.SEARCHES,
 }
-MESSAGE = "message"  # the type of a pydantic error whose text is final
-MAX_SUGGESTED_PATHS = 4  # places of a setting that are named in a message
-MAX_VALUE_LENGTH = 60  # characters of a value in a message
-EXPECTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "path_type": "a path",
-    "string_unicode": "text in UTF-8",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "multiple_of": "a multiple of {multiple_of:g}",
-    "int_from_float": "an integer",
-    "string_pattern_mismatch": "text that matches {pattern}",
-    "too_long": "{max_length} items",
-    "too_short": "at least {min_length} items",
-}  # by pydantic's error type
-TYPE_NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    tuple: "a list",
-    dict: "a mapping",
-    NoneType: "null",
-}
 
 
 def validate_config(data: object) -> AnyConfig:
@@ -116,7 +88,8 @@ def validate_config(data: object) -> AnyConfig:
     present = [key for key in kinds if isinstance(data, Mapping) and key in data]
     if len(present) > 1:
         raise ConfigError(
-            f"config: found both '{present[0]}' and '{present[1]}'; a recipe trains one, remove the other [TM051]"
+            f"config: found both '{present[0]}' and '{present[1]}', but a recipe trains only one of them; remove "
+            f"'{present[0]}' or '{present[1]}' [TM051]"
         )
     config: AnyConfig = build_component(kinds[present[0]] if present else RunConfig, data)
     return config
@@ -132,13 +105,19 @@ def build_component(kind: type, data: object, where: str = "") -> Any:
         lines = [f"{format_location(start + line['loc'])}: {line['ctx']['text']}" for line in error.errors()]
         raise ConfigError("\n".join(lines)) from None
     except RecursionError as error:
-        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings [TM052]") from error
+        raise ConfigError(
+            f"{where or 'config'}: the settings are nested too deeply; write sections with settings, such as optim: "
+            "{lr: 1e-4} [TM052]"
+        ) from error
 
 
 def require_int64(value: int) -> int:
     """Refuse an integer that does not fit a tensor."""
     if value.bit_length() > 63:
-        raise make_error(f"expected an integer of at most 63 bits, got one of {value.bit_length()} [TM053]")
+        raise make_error(
+            f"expected an integer of at most 63 bits, got an integer of {value.bit_length()} bits; use a smaller "
+            "number [TM053]"
+        )
     return value
 
 
@@ -183,7 +162,9 @@ class SectionReader(ConfigReader):
 
     def read(self, data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise make_error(f"expected a mapping of settings, got {format_value(data)} [TM054]")
+            raise make_error(
+                f"expected a mapping of settings, got {format_value(data)}; write settings as key: value [TM054]"
+            )
         try:
             values = type_adapter_for(self.cls).validate_python(data)
         except ValidationError as error:
@@ -212,12 +193,13 @@ class ComponentReader(ConfigReader):
             raise make_error(f"expected a mapping of settings, got '{data}'; write {{type: {data}}} [TM055]")
         if not isinstance(data, Mapping):
             raise make_error(
-                f"expected a mapping of settings with a 'type', {choices}; got {format_value(data)} [TM056]"
+                f"expected a mapping of settings with a 'type', {choices}, got {format_value(data)}; write for "
+                f"example {{type: {next(iter(registry))}}} [TM056]"
             )
         if "type" not in data:
-            raise make_error(f"'type' is missing; expected {choices} [TM057]")
+            raise make_error(f"'type' is missing; set it to {choices} [TM057]")
         if not isinstance(data["type"], str):
-            raise make_error(f"'type' is {format_value(data['type'])}; expected {choices} [TM058]")
+            raise make_error(f"'type' is {format_value(data['type'])}; set it to {choices} [TM058]")
         try:
             data = resolve_named_dataset(data) if self.kind is DataSpec else data
             data = resolve_function_reward(data) if self.kind is RewardSpec else data
@@ -279,21 +261,26 @@ def check_component_class(cls: type, kind: type, name: str) -> type:
     """Return the class if it is a complete dataclass of the kind, else raise ConfigError."""
     word = COMPONENT_REGISTRIES[kind].kind
     if not is_dataclass(cls):
-        advice = f"expected a frozen one whose fields are the settings of the {word}"
+        advice = f"expected a frozen dataclass whose fields are the settings of the {word}"
         if "from_config" in dir(cls):
             advice += (
-                f"; for a network with from_config use {{type: from_config, class_path: '{name:.60}', params: ...}}"
+                "; for a network with a classmethod from_config write "
+                f"{{type: from_config, class_path: '{name:.60}', params: ...}}"
             )
         raise ConfigError(f"'{name:.60}' is not a dataclass; {advice} [TM059]")
     if not is_protocol(kind) and not issubclass(cls, kind):
         raise ConfigError(
-            f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another class [TM060]"
+            f"'{name:.60}' is not a subclass of {kind.__name__}; derive the class from {kind.__name__}, or name "
+            f"another {word} [TM060]"
         )
     abstract: set[str] = {*cls.__abstractmethods__} if inspect.isabstract(cls) else set()
     required = get_protocol_members(kind) if is_protocol(kind) else {*kind.__annotations__, *abstract}
     missing = sorted(required - ({*dir(cls), *(f.name for f in fields(cls))} - abstract))
     if missing:
-        raise ConfigError(f"'{name:.60}' has no {', '.join(missing)}, which every {word} needs; add it [TM061]")
+        raise ConfigError(
+            f"'{name:.60}' does not define {', '.join(missing)}, which every {word} needs; add the definition to the "
+            "class [TM061]"
+        )
     return cls
 
 
@@ -304,7 +291,10 @@ def type_adapter_for(cls: type) -> TypeAdapter[Any]:
         return mapping_adapter(cls.__name__, field_types(cls))
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); use plain types [TM062]") from error
+        raise ConfigError(
+            f"the fields of {cls.__name__} cannot be used as settings ({reason}); annotate the fields with plain "
+            "types such as int, float, str, bool and tuple [TM062]"
+        ) from error
 
 
 def mapping_adapter(name: str, types: dict[str, Any]) -> TypeAdapter[Any]:
@@ -367,62 +357,6 @@ def strict_union(hint: Any) -> Any:
     return Annotated[choice, WrapValidator(read)]
 
 
-# Messages
-
-
-def make_error(text: str) -> PydanticCustomError:
-    """An error with a final text, which pydantic carries to the place it belongs to."""
-    # The text is not a template: braces in it are the user's. Lone surrogates are not text to pydantic.
-    printable = text.encode("utf-8", "backslashreplace").decode()
-    return PydanticCustomError(MESSAGE, "{text}", {"text": printable})
-
-
-def describe_errors(
-    error: ValidationError,
-    keys: Iterable[str],
-    hidden_key: str = "",
-    find_paths: Callable[[str], list[str]] | None = None,
-) -> ValidationError:
-    """Replace pydantic's texts by ours.
-
-    `keys` are for suggestions; `hidden_key` is not written by the user. `find_paths` returns the paths of
-    settings of this name in other sections.
-    """
-    lines = []
-    for details in error.errors(include_url=False):
-        where, text = describe_error(details, list(keys))
-        if details["type"] == "extra_forbidden" and find_paths and (paths := find_paths(str(details["loc"][-1]))):
-            suggestions = " or ".join(f"'{path}'" for path in paths[:MAX_SUGGESTED_PATHS])
-            text = f"unknown key '{details['loc'][-1]!s:.60}'; did you mean {suggestions}? [TM820]"
-        where = where[1:] if where[:1] == (hidden_key,) else where
-        lines.append(InitErrorDetails(type=make_error(text), loc=where, input=None))
-    return ValidationError.from_exception_data(error.title, lines)
-
-
-def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]:
-    """The location of an error and the text about it."""
-    kind, where, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
-    if kind == MESSAGE:
-        return where, context["text"]
-    if kind == "extra_forbidden":
-        return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_name(str(where[-1]), keys)} [TM820]"
-    if kind == "invalid_key" or where[-1:] == ("[key]",):
-        return where[:-2], f"expected names as keys, got {format_value(value)} [TM821]"
-    if kind == "missing" and isinstance(where[-1], int):
-        return where[:-1], f"expected more than {where[-1]} item{'' if where[-1] == 1 else 's'} [TM822]"
-    if kind == "missing":
-        return where[:-1], f"'{where[-1]}' is missing [TM815]"
-    if kind == "literal_error":
-        choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        hint = registries.VALUE_HINTS.get((str(where[-1]), value)) if where and isinstance(value, str) else None
-        advice = f"; {hint}" if hint else suggest_choice(value, choices)
-        return where, f"expected {context['expected']}, got {format_value(value)}{advice} [TM823]"
-    if kind == "too_long":
-        return where, f"expected {context['max_length']} items, got {context['actual_length']} [TM824]"
-    expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
-    return where, f"expected {expected}, got {format_value(value)} [TM825]"
-
-
 def find_key_paths(cls: type, settings: Mapping[str, Any], key: str, prefix: str = "") -> list[str]:
     """Where a setting such as `lr` is in the sections of a class: `optim.lr`. Components are those of the settings."""
     paths = []
@@ -446,49 +380,3 @@ def find_section_class(hint: Any, value: object) -> Any:
         except ConfigError:
             return None
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
-
-
-def suggest_choice(word: object, choices: Iterable[str]) -> str:
-    """A suggestion for a misspelled word, if a choice is close to it."""
-    hint = suggest_name(word, choices) if isinstance(word, str) else ""
-    return hint if "did you mean" in hint else ""
-
-
-def format_value(value: object) -> str:
-    """A value as in YAML, shortened."""
-    if value is None or isinstance(value, bool):
-        return {None: "nothing", True: "true", False: "false"}[value]
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print the longest ones
-        return "an integer of very many digits"
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
-
-
-def format_location(where: Location) -> str:
-    """A location as the user writes it: optim.betas[1]."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step:.60}" for step in where)
-    return text.removeprefix(".") or "config"
-
-
-def describe_type(hint: Any) -> str:
-    """The values that a type allows, in words."""
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(describe_type(member) for member in get_args(hint))
-    if origin is Annotated:
-        return describe_type(get_args(hint)[0])
-    if origin is Literal:
-        return " or ".join(format_value(choice) for choice in get_args(hint))
-    return TYPE_NAMES.get(origin or hint, "a mapping")
-
-
-def literal_choices(hint: Any) -> list[str]:
-    """The words among the values that a type allows."""
-    if get_origin(hint) is Literal:
-        return [choice for choice in get_args(hint) if isinstance(choice, str)]
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
-    return [word for member in members for word in literal_choices(member)]

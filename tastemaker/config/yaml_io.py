@@ -53,11 +53,15 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{where}{line}: {error.problem or error.context}; correct the YAML [TM064]") from error
+        raise ConfigError(
+            f"{where}{line}: invalid YAML: {error.problem or error.context}; correct this line [TM064]"
+        ) from error
     except RecursionError as error:
-        raise ConfigError(f"{where}: nested too deeply; expected sections of settings [TM065]") from error
+        raise ConfigError(
+            f"{where}: the YAML is nested too deeply; write sections with settings, such as optim: {{lr: 1e-4}} [TM065]"
+        ) from error
     except (yaml.YAMLError, ValueError) as error:  # invalid dates and numbers raise ValueError
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}; correct the YAML [TM066]") from error
+        raise ConfigError(f"{where}: invalid YAML: {str(error).splitlines()[0]}; correct the file [TM066]") from error
 
 
 def render_yaml(data: Any) -> str:

@@ -28,18 +28,26 @@ class AutoencoderNet(nn.Module):
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Latents [N, C, h, w], or token ids [N, h * w]."""
-        raise NotImplementedError(f"{type(self).__name__} has no encode [TM073]")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement encode; define encode(pixels), or use an autoencoder that can "
+            "encode [TM073]"
+        )
 
     def decode(self, z: Tensor) -> Tensor:
         """Pixels [N, 3, H, W] in [0, 1] of latents or token ids."""
-        raise NotImplementedError(f"{type(self).__name__} has no decode [TM074]")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement decode; define decode(z), or use an autoencoder that can "
+            "decode [TM074]"
+        )
 
     def measure_latents(self, pixels: Tensor) -> None:
         """Measure mean and standard deviation of the latents, once training is done."""
 
     def codebook_usage(self, pixels: Tensor) -> float:
         """The share of the codebook that these images use, for tokenizers."""
-        raise NotImplementedError(f"{type(self).__name__} has no codebook [TM075]")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not have a codebook; use a VQ or LFQ autoencoder [TM075]"
+        )
 
     def latent_noise_shape(self, pixels: Tensor) -> tuple[int, ...] | None:
         """Shape, per image, of the standard normal noise that `net(pixels, noise)` takes; None if it takes none."""
@@ -51,7 +59,10 @@ class AutoencoderNet(nn.Module):
 
     def export(self, out: Path, dtype: torch.dtype) -> None:
         """Write the weights in `export_format` to a path that does not exist yet."""
-        raise NotImplementedError(f"{type(self).__name__} has no export format [TM076]")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be exported; define export(out, dtype), or use the run directory itself as "
+            "weights [TM076]"
+        )
 
 
 PLAIN_NETWORK = AutoencoderNet()  # the abilities of a network that has none

@@ -44,7 +44,10 @@ def squared_error(mean: Tensor, other: Distribution) -> Tensor:
     """Elementwise squared difference of the means of two Gaussians."""
     if isinstance(other, (Gaussian, SquaredErrorGaussian)):
         return (mean - other.mean) ** 2
-    raise TypeError(f"no KL between a Gaussian and a {type(other).__name__}; both must be of the same process [TM077]")
+    raise TypeError(
+        f"KL: cannot compare a Gaussian with a {type(other).__name__}; pass two distributions of the same process "
+        "[TM077]"
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class Categorical:
     def kl(self, other: Distribution) -> Tensor:
         if not isinstance(other, Categorical):
             raise TypeError(
-                f"no KL between tokens and a {type(other).__name__}; both must be of the same process [TM078]"
+                f"KL: cannot compare a Categorical with a {type(other).__name__}; pass two distributions of the "
+                "same process [TM078]"
             )
         p, q = self.logits.log_softmax(-1), other.logits.log_softmax(-1)
         return (p.exp() * (p - q)).sum(-1)
@@ -223,7 +227,8 @@ class ChunkedCategorical:
     def kl(self, other: Distribution) -> Tensor:
         if not isinstance(other, ChunkedCategorical):
             raise TypeError(
-                f"no KL between tokens and a {type(other).__name__}; both must be of the same process [TM079]"
+                f"KL: cannot compare a ChunkedCategorical with a {type(other).__name__}; pass two distributions "
+                "of the same process [TM079]"
             )
 
         def chunk_kl(states: Tensor, other_states: Tensor) -> Tensor:

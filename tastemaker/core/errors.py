@@ -45,16 +45,14 @@ def explain_error(error: BaseException) -> str | None:
     if out_of_memory or (isinstance(error, RuntimeError) and "out of memory" in str(error)):
         cause = ". ".join(str(error).split(". ")[:2])
         return (
-            f"out of device memory ({cause}): lower batch.micro_batch_size, set engine.activation_memory to checkpoint "
-            "or offload, engine.param_dtype or engine.precision to bf16, or shard over more GPUs with "
-            "engine.strategy=fsdp"
-            " [TM813]"
+            f"out of device memory ({cause}); lower batch.micro_batch_size, set engine.activation_memory to "
+            "checkpoint or offload, set engine.param_dtype or engine.precision to bf16, or shard over more GPUs "
+            "with engine.strategy=fsdp [TM813]"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" while writing {error.filename}" if error.filename else ""
         return (
-            f"the disk is full{place}: free some space, lower checkpoint.keep_last, or set output_dir to another disk; "
-            "then run the same command again to resume from the last checkpoint"
-            " [TM814]"
+            f"the disk is full{place}; free some space, lower checkpoint.keep_last, or set output_dir to another "
+            "disk. Then run the same command again to resume from the last checkpoint [TM814]"
         )
     return None

@@ -118,9 +118,9 @@ class LoraWeights(Weights):
         """State dict of the network with an adapter merged into its layers, under the original names."""
         if self.text_encoders:
             raise ConfigError(
-                f"merging would lose the adapters of {', '.join(self.text_encoders)}; export the adapters alone, with "
-                "--layout diffusers, or authors if diffusers has no such pipeline"
-                " [TM080]"
+                f"merged weights would lose the LoRA adapters of {', '.join(self.text_encoders)}, because they "
+                "contain the backbone only; export the adapters without --merge, with --layout diffusers (or "
+                "--layout authors if diffusers does not have this pipeline) [TM080]"
             )
         layers: dict[str, Any] = dict(self.net.named_modules())
         merged: dict[str, Tensor] = {}
@@ -175,9 +175,8 @@ def _expand_wildcards(net: nn.Module, targets: Sequence[str]) -> list[str]:
 def _no_match_error(targets: Sequence[str], linear: Sequence[str]) -> ConfigError:
     common = ", ".join(name for name, _ in Counter(name.rpartition(".")[2] for name in linear).most_common(8))
     return ConfigError(
-        f"tuning.target_modules: no layer's name ends with {', '.join(targets):.60}; linear layers of this model end "
-        f"with {common}; use some of them, or default"
-        " [TM081]"
+        f"tuning.target_modules: no layer has a name that ends with {', '.join(targets):.60}; the linear layers "
+        f"of this model end with {common}; choose from these names, or set tuning.target_modules=default [TM081]"
     )
 
 
@@ -217,17 +216,18 @@ class Lora:
     def __post_init__(self) -> None:
         if not (1 <= self.rank <= 65_536 and 0 <= self.dropout < 1 and (self.alpha is None or self.alpha > 0)):
             raise ValueError(
-                f"found rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}; "
-                "expected rank of at least 1, alpha above 0, dropout from 0 to below 1"
-                " [TM082]"
+                f"expected rank of at least 1, alpha above 0 and dropout from 0 to below 1, got rank {self.rank}, "
+                f"alpha {self.alpha}, dropout {self.dropout}; correct these settings [TM082]"
             )
         for key in ("target_modules", "text_target_modules"):
             targets = getattr(self, key)
             if isinstance(targets, str) and targets not in ("default", "all-linear", "all-layers"):
                 expected = "default, all-linear, all-layers or a list of names such as [to_q, to_v]"
-                raise ValueError(f"'{key}' is {targets!r:.60}; expected {expected} [TM083]")
+                raise ValueError(f"'{key}': expected {expected}, got {targets!r:.60}; correct '{key}' [TM083]")
         if not self.modules:
-            raise ValueError("'modules' is empty; expected backbone, text_encoder or both [TM084]")
+            raise ValueError(
+                "'modules' is empty; set it to [backbone], [text_encoder] or [backbone, text_encoder] [TM084]"
+            )
 
     def apply(self, model: TrainableModel, snapshots: Sequence[str]) -> Weights:
         encoders = {name: (net, self.config(net, self.text_target_modules)) for name, net in self._encoders(model)}
@@ -256,8 +256,8 @@ class Lora:
         encoders = model.enable_text_encoder_training()
         if not encoders:
             raise ConfigError(
-                "tuning.modules has text_encoder, but this model has no text encoder to train; set it to [backbone]"
-                " [TM085]"
+                "tuning.modules: text_encoder was given, but this model does not have a trainable text encoder; "
+                "set tuning.modules=[backbone] [TM085]"
             )
         return list(encoders.items())
 

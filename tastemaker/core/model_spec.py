@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -70,6 +70,8 @@ class DiffusersConversion:
 class ModelSpec(ABC):
     """The settings of a model, a frozen dataclass; `load` builds the backbone."""
 
+    supports_context_parallel: ClassVar[bool] = False  # whether ranks can share tokens (`engine.context_parallel`)
+
     @property
     @abstractmethod
     def process_type(self) -> type[Process]:
@@ -124,9 +126,11 @@ class ModelSpec(ABC):
     def to_diffusers(self, tensors: Mapping[str, Tensor]) -> DiffusersConversion:
         """The network under diffusers' names; refused where diffusers computes something else."""
         raise ConfigError(
-            f"--layout: diffusers has no network like that of {type(self).__name__}; leave it out [TM086]"
+            f"--layout: diffusers does not have a network like that of {type(self).__name__}; remove --layout [TM086]"
         )
 
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
         """The text encoders alone, to embed prompts beforehand."""
-        raise ConfigError("embed: this model has no text encoder of its own; name one of another type [TM087]")
+        raise ConfigError(
+            "embed: this model does not have a text encoder; give a recipe or model that has one, such as flux [TM087]"
+        )

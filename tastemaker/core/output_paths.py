@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,13 @@ def check_output_directory(path: Path, option: str = "--out") -> Path:
     """Return the path if it is a directory that can be written to, or if it can be created."""
     nearest = next(place for place in (path, *path.parents, Path()) if os.path.lexists(place))
     if not nearest.is_dir():
-        raise ConfigError(f"{option}: {nearest} is a file; expected a directory to write to [TM089]")
+        raise ConfigError(
+            f"{option}: expected a directory to write to, but {nearest} is a file; choose another {option} [TM089]"
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{option}: {nearest} is not writable; choose another directory, or change its permissions [TM090]"
+            f"{option}: the directory {nearest} is not writable; choose another directory, or change its "
+            "permissions [TM090]"
         )
     return path
 
@@ -26,7 +30,7 @@ def check_output_directory(path: Path, option: str = "--out") -> Path:
 def check_output_file(path: Path, option: str = "--out") -> Path:
     """Return the path if it is a file that can be written, or if it can be created."""
     if path.is_dir():
-        raise ConfigError(f"{option}: {path} is a directory; expected a file to write to, such as one in it [TM091]")
+        raise ConfigError(f"{option}: expected a file to write to, but {path} is a directory; add a file name [TM091]")
     check_output_directory(path.parent, option)
     return path
 
@@ -41,9 +45,36 @@ def replace_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield partial
+        apply_umask(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replace_directory(path: Path) -> Iterator[Path]:
+    """A new temporary directory that becomes `path`, which must not exist, at the end of the block."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    apply_umask(partial)
+    os.replace(partial, path)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file, or all files in a directory, the permissions that new files have: safetensors writes 0600."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
+
+
+def user_cache_directory() -> Path:
+    """Where the package keeps what it measured on this machine. Raises RuntimeError if there is no home directory."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tastemaker"
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -17,8 +17,6 @@ from .registry import ConfigError
 from .types import Condition, Corrupted, LatentBatch, Metadata, Prompts, Segment, Trajectory
 from .weights import TrainableModel, Weights
 
-NO_CODEBOOK = "this model has no codebook; set objective.latent_reward_weight=0"
-
 
 class TokenDecoder(Protocol):
     """Decodes a batch of sequences token by token, with a key/value cache."""
@@ -91,13 +89,14 @@ class Backbone(TrainableModel, ABC):
     def without_prompt(self, cond: Condition) -> Condition:
         """The unconditional version of a condition, if `has_unconditional`."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no unconditional embedding; embed the empty prompt [TM092]"
+            f"{type(self).__name__} does not have an unconditional embedding; use the embedding of the empty "
+            "prompt [TM092]"
         )
 
     def with_size(self, height: int, width: int) -> Backbone:
         """The model for images of another size, with the same network."""
         size = "x".join(map(str, self.pixels[2:]))
-        raise ValueError(f"the model makes images of {size} only; leave sample.height and sample.width out [TM093]")
+        raise ValueError(f"the model generates images of {size} only; remove sample.height and sample.width [TM093]")
 
     def with_guidance_scale(self, scale: float | None) -> Backbone | None:
         """The model with another distilled guidance scale, an input of its network; None if it has no such input.
@@ -108,16 +107,24 @@ class Backbone(TrainableModel, ABC):
 
     def from_latents(self, latents: LatentBatch) -> Tensor:
         """Precomputed latents in model space: [B, *shape]. Latents of another autoencoder are refused."""
-        raise ConfigError("data: this model does not train on latents; set data.type to a data set of images [TM094]")
+        raise ConfigError(
+            "data.type: this model cannot train on latents; set data.type to a data set of images [TM094]"
+        )
 
     # Autoregressive models
     def init_cache(self, cond: Condition) -> Any:
         """An empty key/value cache: a tree of tensors with samples in dimension 0."""
-        raise TypeError(f"the autoregressive process needs a model with a cache, found {type(self).__name__} [TM095]")
+        raise TypeError(
+            f"the autoregressive process needs a model with init_cache and decode_step, got {type(self).__name__}; "
+            "define both methods, or set process.type to the process of this model [TM095]"
+        )
 
     def decode_step(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
         """Logits [B, V] of the next token after appending `ids` [B] (None: of the first), and the new cache."""
-        raise TypeError(f"the autoregressive process needs a model with a cache, found {type(self).__name__} [TM096]")
+        raise TypeError(
+            f"the autoregressive process needs a model with init_cache and decode_step, got {type(self).__name__}; "
+            "define both methods, or set process.type to the process of this model [TM096]"
+        )
 
     def make_decoder(
         self, cond: Condition, uniform: Tensor, sampler: TokenSampler, guidance: Guidance | None
@@ -134,11 +141,17 @@ class Backbone(TrainableModel, ABC):
 
     def token_embeddings(self, ids: Tensor) -> Tensor:
         """Codebook vectors of tokens [B, K]: [B, K, C]."""
-        raise ConfigError(f"objective.latent_reward_weight: {NO_CODEBOOK} [TM097]")
+        raise ConfigError(
+            "objective.latent_reward_weight: this model does not have a codebook; set "
+            "objective.latent_reward_weight=0 [TM097]"
+        )
 
     def encode_continuous(self, pixels: Tensor) -> Tensor:
         """Encoder output of images [B, F, 3, H, W] before quantization: [B, K, C]."""
-        raise ConfigError(f"objective.latent_reward_weight: {NO_CODEBOOK} [TM098]")
+        raise ConfigError(
+            "objective.latent_reward_weight: this model does not have a codebook; set "
+            "objective.latent_reward_weight=0 [TM098]"
+        )
 
     # Masked models
     def make_predictor(self, cond: Condition, guidance: Guidance | None) -> MaskedPredictor | None:
@@ -156,7 +169,9 @@ class Backbone(TrainableModel, ABC):
     # Vision-language models
     def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], answers: Sequence[str]) -> Any:
         """Logits [B, A, V] of answers about images, their token ids and which of them count; see AnswerLogits."""
-        raise ConfigError(f"{type(self).__name__} answers no questions about images; expected type showo [TM099]")
+        raise ConfigError(
+            f"{type(self).__name__} cannot answer questions about images; use a model of type showo [TM099]"
+        )
 
 
 class BackboneWrapper(Backbone):
@@ -223,8 +238,8 @@ class Rollout(ABC):
     def reseed(self, rng: Randomness) -> None:
         """Use other random numbers for the remaining steps."""
         raise ConfigError(
-            "--search: this generator draws the random numbers of a sample in advance, so copies are equal; use parm"
-            " [TM100]"
+            "--search: this generator draws all random numbers of a sample in advance, so copies of a sample "
+            "stay equal; use --search parm [TM100]"
         )
 
     def finish(self) -> Trajectory:
@@ -248,7 +263,10 @@ class Guidance:
 
     def __post_init__(self) -> None:
         if not 0 <= self.interval[0] <= self.interval[1] <= 1:
-            raise ValueError(f"'interval' is {list(self.interval)}; expected two rising numbers from 0 to 1 [TM101]")
+            raise ValueError(
+                f"'interval': expected two increasing numbers from 0 to 1, got {list(self.interval)}; write for "
+                "example interval: [0, 1] [TM101]"
+            )
 
 
 class Process(ABC):
@@ -265,12 +283,13 @@ class Process(ABC):
 
     def with_num_steps(self, num_steps: int) -> Self:
         """A copy of the process with another number of sampling steps."""
-        raise ValueError(f"{type(self).__name__} takes one step per token; leave 'num_steps' out [TM102]")
+        raise ValueError(f"{type(self).__name__} takes one step per token; remove 'num_steps' [TM102]")
 
     def without_temperature(self) -> Self:
         """A copy of the process that always reveals the most confident tokens."""
         raise ValueError(
-            "'reset_temperature' is false, but only masked generators anneal a temperature; leave it out [TM103]"
+            "'reset_temperature': false works with masked generators only, because other processes do not anneal "
+            "the temperature; remove 'reset_temperature' [TM103]"
         )
 
     def calls_per_prediction(self, shape: tuple[int, ...]) -> int:

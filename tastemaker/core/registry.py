@@ -10,17 +10,24 @@ from typing import Any, TypeVar
 from .errors import ConfigError as ConfigError
 
 C = TypeVar("C", bound=type)
-MAX_NAMES = 40  # listed in a message if no name is similar
+MAX_NAMES, MAX_NEAREST = 16, 5  # listed in a message if no name is similar
 
 
 def suggest_name(word: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the most similar one, or the known names."""
+    """The end of an error message about an unknown name: the most similar name, or the names to choose from.
+
+    Of more than `MAX_NAMES` names, the five nearest are listed.
+    """
     names = sorted(known)
     similar = difflib.get_close_matches(word, names, 1) or difflib.get_close_matches(word.lower(), names, 1)
     if similar:
         return f"; did you mean '{similar[0]}'?"
-    some = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-    return f"; known are {some}" if names else "; none are known"
+    if not names:
+        return "; no names are available"
+    if len(names) <= MAX_NAMES:
+        return f"; expected one of {', '.join(names)}"
+    nearest = difflib.get_close_matches(word.lower(), names, MAX_NEAREST, cutoff=0.0)
+    return f"; the nearest of {len(names)} names are {', '.join(nearest)}"
 
 
 class Registry:
@@ -54,8 +61,8 @@ class Registry:
         def decorate(cls: C) -> C:
             if "." in cls.__qualname__:
                 raise ConfigError(
-                    f"{self.kind} '{name:.60}' is defined inside {cls.__qualname__}; move it to the top of its module"
-                    " [TM105]"
+                    f"{self.kind} '{name:.60}' is defined inside {cls.__qualname__}; move the class to the top "
+                    "level of its module [TM105]"
                 )
             self.add(name, f"{cls.__module__}:{cls.__qualname__}")
             return cls
@@ -85,7 +92,10 @@ class Registry:
         cls = self.find_object(name, where)
         if not isinstance(cls, type):
             prefix = f"{where}: " if where else ""
-            raise ConfigError(f"{prefix}'{name:.60}' is a {type(cls).__name__}; expected a class [TM106]")
+            raise ConfigError(
+                f"{prefix}expected a class, but '{name:.60}' is a {type(cls).__name__}; name a class after the colon "
+                "[TM106]"
+            )
         return cls
 
     def find_object(self, name: str, where: str = "") -> Any:
@@ -93,18 +103,20 @@ class Registry:
         prefix = f"{where}: " if where else ""
         location = self.locate(name)
         if not location:
-            raise ConfigError(f"{prefix}no {self.kind} is called '{name:.60}'{suggest_name(name, self._names)} [TM107]")
+            raise ConfigError(f"{prefix}unknown {self.kind} '{name:.60}'{suggest_name(name, self._names)} [TM107]")
         module, _, attribute = location.partition(":")
         try:
             component = vars(importlib.import_module(module)).get(attribute)
         except Exception as error:  # importing the module of a user may raise anything
             reason = f"{type(error).__name__}: {error!s:.300}"
             raise ConfigError(
-                f"{prefix}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it [TM108]"
+                f"{prefix}{self.kind} '{name:.60}' cannot be imported ({reason}); install the missing package, or "
+                "correct the module [TM108]"
             ) from error
         if component is None:
             raise ConfigError(
-                f"{prefix}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon [TM109]"
+                f"{prefix}module '{module:.60}' does not define '{attribute:.60}'; correct the name after the "
+                "colon [TM109]"
             )
         return component
 

@@ -141,8 +141,8 @@ def load_shared_reward(spec: RewardSpec, placement: Placement) -> Reward:
         reward = _loaded.get((spec, placement))
     except TypeError as error:
         raise ValueError(
-            f"{type(spec).__name__} cannot be hashed ({error}); use tuples for such settings, or field(hash=False)"
-            " [TM110]"
+            f"{type(spec).__name__} cannot be hashed ({error}); use tuples instead of lists for its settings, or "
+            "declare the field with field(hash=False) [TM110]"
         ) from error
     if reward is None:
         reward = _loaded[spec, placement] = spec.load(placement)
@@ -216,7 +216,7 @@ class Rubric:
         for name, reward in self.rewards.items():
             if reward.spec.batch_size < 1:
                 raise ValueError(
-                    f"reward '{name}' has batch_size {reward.spec.batch_size}; it must be at least 1 [TM111]"
+                    f"reward '{name}' has batch_size {reward.spec.batch_size}; set batch_size to at least 1 [TM111]"
                 )
         # Worker threads get pixels without a graph, so rewards that need gradients run in the caller's thread.
         self._in_threads = [
@@ -247,9 +247,8 @@ class Rubric:
         for prompts in prompt_sets:
             if not len(pixels) == len(prompts) == len(metadata):
                 raise ValueError(
-                    f"a rubric was given {len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata "
-                    "entries; expected one prompt and one entry per sample"
-                    " [TM112]"
+                    f"rubric: got {len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata "
+                    "entries; pass one prompt and one metadata entry per sample [TM112]"
                 )
         pixels = check_pixels(pixels, prompt_sets[0]).float()
         futures = self._submit(pixels, prompt_sets, metadata)
@@ -310,16 +309,19 @@ class Rubric:
 def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
     """The pixels, if they have the right shape and are finite."""
     if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
-        raise ValueError(f"a rubric was given pixels {list(pixels.shape)}; expected [B, F, 3, H, W] [TM113]")
+        raise ValueError(
+            f"rubric: expected pixels of shape [B, F, 3, H, W], got {list(pixels.shape)}; add the missing dimensions "
+            "(F is 1 for images) [TM113]"
+        )
     # The sum of a sample is finite only if all its pixels are, and needs no mask as large as the pixels.
     finite = torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))
     rows = (~finite).nonzero().flatten().tolist()
     if rows:
         indices = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         raise RewardError(
-            f"the pixels of sample {indices} hold NaN or infinity (prompts {[prompts[i] for i in rows[:3]]}), so they "
-            "were not scored; the generator has diverged: lower its learning rate, or resume an earlier checkpoint"
-            " [TM114]"
+            f"the pixels of sample {indices} contain NaN or infinity (prompts {[prompts[i] for i in rows[:3]]}), "
+            "so no reward was computed. The generator has diverged: lower optim.lr, or resume from an earlier "
+            "checkpoint [TM114]"
         )
     return pixels
 
@@ -340,7 +342,9 @@ def _score_chunk(
         raise
     except Exception as error:
         kind, prompts = type(error).__name__, list(prompt_sets[0][:3])
-        raise RewardError(f"reward '{name}' failed on {prompts} ({kind}: {error}); fix or remove it [TM115]") from error
+        raise RewardError(
+            f"reward '{name}' failed on {prompts} ({kind}: {error}); fix the cause, or remove rewards.{name} [TM115]"
+        ) from error
     return [_check_scores(name, reward, pixels, *pair) for pair in zip(prompt_sets, values, strict=True)]
 
 
@@ -349,16 +353,18 @@ def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Pr
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
         result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise RewardError(
-            f"reward '{name}' returned {result} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
-            " [TM116]"
+            f"reward '{name}' returned {result} for {len(pixels)} samples {list(prompts[:3])}; return a tensor "
+            "with one score per sample [TM116]"
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):
         bad = [prompts[i] for i in (~finite).nonzero().flatten().tolist()[:3]]
-        raise RewardError(f"reward '{name}' returned NaN or infinity for {bad}; fix or remove it [TM117]")
+        raise RewardError(
+            f"reward '{name}' returned NaN or infinity for {bad}; fix the reward, or remove rewards.{name} [TM117]"
+        )
     if reward.needs_gradient and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
         raise RewardError(
-            f"reward '{name}' is marked as differentiable, but its scores of {list(prompts[:3])} carry no gradient"
-            " [TM118]"
+            f"reward '{name}' is declared differentiable, but its scores of {list(prompts[:3])} have no gradient; "
+            "compute the scores without detach or no_grad, or declare differentiable = False [TM118]"
         )
     return value.float()

@@ -41,7 +41,7 @@ def select_rows(tree: T, rows: Tensor) -> T:
         selected = replace(tree, **{f.name: select_rows(getattr(tree, f.name), rows) for f in fields(tree) if f.init})
     else:
         raise TypeError(
-            f"cannot select rows of {type(tree).__name__}; expected tensors, dicts, tuples or dataclasses [TM119]"
+            f"cannot select rows of a {type(tree).__name__}; pass tensors, dicts, tuples or dataclasses [TM119]"
         )
     return selected  # type: ignore[no-any-return]
 

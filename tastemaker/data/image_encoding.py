@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..config.check import torchrun_world_size
+from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.autoencoder import AutoencoderNet, as_autoencoder
 from ..core.registry import ConfigError
@@ -55,7 +55,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def console_of_first_rank(console: Console, rank: int) -> Console:
-    return console if rank == 0 else Console(quiet=True)
+    return console if rank == 0 else make_console(quiet=True)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class SkippedFiles:
         count = len(self.messages)
         if count > self.limit:
             before = f", and {count - 1} before it" if count > 1 else ""
-            failure = f"{message}{before}; or allow more of them with --max-skipped {2 * count} [TM829]"
+            failure = f"{message}{before}; or skip more files with --max-skipped {2 * count} [TM829]"
             if os.environ.get("RANK", "0") != "0":  # torchrun shows the errors of the first rank only
                 console.print(f"error: {failure}", markup=False, highlight=False, soft_wrap=True)
             raise ConfigError(failure) from error
@@ -124,11 +124,11 @@ def encode_latents(options: LatentEncodingOptions, placement: Placement, console
     messages = [message for i in shards if files[i].is_file() for message in read_shard(files[i]).skipped]
     skipped = SkippedFiles(options.max_skipped, messages)
     encoder = LatentEncoder(autoencoder, images, manifest, placement, skipped, console)
-    with Progress(console=rank_console) as progress:
-        task = progress.add_task("encoding", total=sum(len(manifest.shard_range(i)) for i in shards))
+    with ProgressBar(rank_console) as progress:
+        progress.start("encoding", sum(len(manifest.shard_range(i)) for i in shards), unit="images")
         for i in shards:
             for count in encoder.write_shard(files[i], manifest.shard_range(i)):
-                progress.advance(task, count)
+                progress.advance(count)
     if all(file.is_file() for file in files):
         latents = LatentFolder(options.out).load(0)
         summary = SkippedFiles(0, [message for shard in latents.shards for message in shard.skipped]).summary()
@@ -152,13 +152,14 @@ def load_continuous_autoencoder(name: str, size: int, placement: Placement) -> A
     net = as_autoencoder(load_autoencoder(name, placement))
     if not net.channels:
         raise ConfigError(
-            f"--vae: '{name:.200}' has no continuous latents; pass a tokenizer with --tokenizer, "
-            "or derive a network of your own from AutoencoderNet, with `channels`, `stride`, `encode` and `decode`"
-            " [TM159]"
+            f"--vae: '{name:.200}' does not have continuous latents; use --tokenizer for a tokenizer. A network "
+            "of your own must derive from AutoencoderNet and define `channels`, `stride`, `encode` and `decode` "
+            "[TM159]"
         )
     if size % net.stride:
         raise ConfigError(
-            f"--size {size} is no multiple of {net.stride}, the stride of the autoencoder; choose one [TM160]"
+            f"--size: {size} is not a multiple of {net.stride}, the stride of the autoencoder; choose a multiple "
+            f"of {net.stride} [TM160]"
         )
     return net
 
@@ -169,9 +170,8 @@ def check_same_manifest(manifest: Mapping[str, Any], existing: Mapping[str, Any]
     if changed is not None:
         what = {"data": "images", "num_images": "images"}.get(changed, changed)
         raise ConfigError(
-            f"{folder} was started with another '{what}' ({existing.get(changed)!s:.60}, now "
-            f"{manifest[changed]!s:.60}); choose another folder with --out, or remove this one"
-            " [TM161]"
+            f"--out: {folder} was started with another '{what}' ({existing.get(changed)!s:.60}, now "
+            f"{manifest[changed]!s:.60}); choose another folder with --out, or remove {folder} [TM161]"
         )
 
 
@@ -251,7 +251,7 @@ class LatentEncoder:
             return self.images.prompt(index), pixels.movedim(-1, 0)
         except READ_ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            message = f"{source.name(index)} cannot be used ({reason:.200}); repair or remove it"
+            message = f"{source.name(index)} cannot be used ({reason:.200}); repair or remove this file"
             self.skipped.add(str(error) if isinstance(error, ImageError) else message, error, self.console)
             return None
 
@@ -302,7 +302,8 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
     shape, tensors = read_tokenizer(options.tokenizer)
     if options.size % shape.stride:
         raise ConfigError(
-            f"--size {options.size} is no multiple of {shape.stride}, the stride of the tokenizer; choose one [TM162]"
+            f"--size: {options.size} is not a multiple of {shape.stride}, the stride of the tokenizer; choose a "
+            f"multiple of {shape.stride} [TM162]"
         )
     cifar10 = is_cifar10(options.images)
     images = load_cifar10(options.images, options.split) if cifar10 else open_class_folder(options.images)
@@ -313,8 +314,8 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
     missing = [i for i in share if not (options.labels / f"{i}.npy").is_file()]  # the label is written last
     rank_console, skipped = console_of_first_rank(console, rank), SkippedFiles(options.max_skipped)
     batch_size = max(1, BATCH_SIZE // NUM_VIEWS[options.views])
-    with Progress(console=rank_console) as progress:
-        task = progress.add_task("encoding", total=len(share), completed=len(share) - len(missing))
+    with ProgressBar(rank_console) as progress:
+        progress.start("encoding", len(share), len(share) - len(missing), "images")
         for first in range(0, len(missing), batch_size):
             indices = missing[first : first + batch_size]
             views: dict[int, Tensor] = {}  # [V, 3, S, S] by index
@@ -326,7 +327,7 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
             for index, ids in zip(views, tokenize_views(net, list(views.values()), placement), strict=True):
                 write_array(options.codes / f"{index}.npy", ids[None])
                 write_array(options.labels / f"{index}.npy", np.array([images.label(index)]))
-            progress.advance(task, len(indices))
+            progress.advance(len(indices))
     folders = f"{options.codes} and {options.labels}"
     line = f"{len(images)} images in {NUM_VIEWS[options.views]} views, {folders}{skipped.summary()}"
     rank_console.print(line, markup=False, soft_wrap=True)

@@ -47,13 +47,18 @@ def save_image(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
     suffix, frames = path.suffix.lower(), to_uint8(pixels)
     if suffix not in {*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX, FRAMES_SUFFIX}:
         raise ImageError(
-            f"{path} cannot be written; expected a name that ends in one of {WRITABLE_SUFFIXES}, {FRAMES_SUFFIX}"
-            " [TM163]"
+            f"{path} cannot be written, because its file type is not supported; use a name that ends in "
+            f"{WRITABLE_SUFFIXES} or {FRAMES_SUFFIX} [TM163]"
         )
     if frames_per_second < 1:
-        raise ImageError(f"{path} would have {frames_per_second} frames per second; expected 1 or more [TM164]")
+        raise ImageError(
+            f"{path}: expected at least 1 frame per second, got {frames_per_second} frames per second; pass a higher "
+            "rate [TM164]"
+        )
     if suffix in IMAGE_FORMATS and suffix != ".png" and len(frames) > 1:
-        raise ImageError(f"{path} cannot hold {len(frames)} frames; write them as .png, .mp4 or .gif [TM165]")
+        raise ImageError(
+            f"{path} cannot store {len(frames)} frames; use a name that ends in .png, .mp4 or .gif [TM165]"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     if suffix == FRAMES_SUFFIX:
@@ -89,9 +94,9 @@ def read_image(path: Path) -> Tensor:
     if path.is_dir():
         return _read_frames(path)
     if not path.is_file():
-        raise ImageError(f"there is no image at {path}; check the path [TM166]")
+        raise ImageError(f"the image {path} does not exist; check the path [TM166]")
     if path.suffix.lower() not in {*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES}:
-        raise ImageError(f"{path} is no image or video that can be read; expected one of {READABLE_SUFFIXES} [TM167]")
+        raise ImageError(f"{path} is not a supported image or video; expected one of {READABLE_SUFFIXES} [TM167]")
     if path.suffix.lower() in VIDEO_SUFFIXES:
         with image_errors(str(path), "a video"):
             return torch.from_numpy(_import_video_io(path).read_video(path)).movedim(-1, -3) / 255
@@ -109,21 +114,23 @@ def _read_frames(folder: Path) -> Tensor:
     if not files or unnumbered:
         content = unnumbered or "no image"
         raise ImageError(
-            f"{folder} is no video: it holds {content}; expected frames such as 00000.png, 00001.png [TM168]"
+            f"{folder} is not a video folder, because it contains {content}; name the frames 00000.png, 00001.png "
+            "and so on [TM168]"
         )
     order = {int(number[1]): file for file, number in numbers.items() if number}
     missing = sorted({*range(min(order), max(order) + 1)} - {*order})
     if missing or len(order) < len(files):
         problem = f"frame {missing[0]} is missing" if missing else "two frames have the same number"
         raise ImageError(
-            f"{folder} is no complete video: {problem}; expected each number from {min(order)} on once [TM169]"
+            f"{folder} is not a complete video: {problem}; number the frames from {min(order)} on without gaps [TM169]"
         )
     frames = [read_image(order[number])[0] for number in sorted(order)]
     sizes = {tuple(frame.shape[1:]): None for frame in frames}
     if len(sizes) > 1:
         (height, width), (other_height, other_width), *_ = sizes
         raise ImageError(
-            f"{folder} has frames of {height}x{width} and {other_height}x{other_width}; expected one size [TM170]"
+            f"{folder} has frames of {height}x{width} and {other_height}x{other_width} pixels; resize all frames "
+            "to one size [TM170]"
         )
     return torch.stack(frames)
 
@@ -161,7 +168,7 @@ def decode_image(data: bytes, name: str, limit: int) -> Tensor:
         for frame in ImageSequence.Iterator(image):
             remaining -= 3 * frame.width * frame.height
             if remaining < 0:
-                raise ImageError(f"{name} decodes to more than {limit} values; send a smaller one [TM171]")
+                raise ImageError(f"{name} decodes to more than {limit} values; send a smaller image [TM171]")
             frames.append(_rgb(frame))
         return torch.stack(frames)
 
@@ -181,7 +188,7 @@ def image_errors(name: str, kind: str = "an image") -> Iterator[None]:
     except ImageError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove it [TM172]") from error
+        raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove this file [TM172]") from error
 
 
 def pil_to_pixels(image: Image.Image) -> Tensor:
@@ -204,7 +211,7 @@ def _import_video_io(path: Path) -> Any:
     try:
         from . import video_io
     except ImportError as error:
-        raise ImageError(f"{path} needs PyAV ({error}); install av, or use .gif [TM173]") from error
+        raise ImageError(f"{path} needs PyAV ({error}); run `pip install av`, or use .gif [TM173]") from error
     return video_io
 
 

@@ -56,7 +56,7 @@ class ImageSource(ABC):
         """The class id."""
 
     def caption(self, index: int) -> str:
-        raise ValueError("it has no caption [TM174]")
+        raise ValueError("the sample has no caption [TM174]")
 
     def image(self, index: int) -> Tensor:
         """Decode an image at full size: [3, H, W] in [0, 1]."""
@@ -92,14 +92,16 @@ class FolderImageSource(FileImageSource):
     def label(self, index: int) -> int:
         folder, *below = self.files[index].relative_to(self.root).parts
         if not below:
-            raise ValueError(f"it lies in {self.root} itself, expected it in the folder of its class [TM175]")
+            raise ValueError(
+                f"the image is in {self.root} itself; move it into a subfolder named after its class [TM175]"
+            )
         return self.class_names.index(folder)
 
     def caption(self, index: int) -> str:
         caption = self.captions.get(self.files[index])
         if caption is None:
             raise ValueError(
-                f"it has no caption, expected {self.files[index].with_suffix('.txt').name} beside it [TM176]"
+                f"the caption file {self.files[index].with_suffix('.txt').name} is missing beside the image [TM176]"
             )
         return caption if isinstance(caption, str) else " ".join(read_text(caption).split())
 
@@ -107,14 +109,17 @@ class FolderImageSource(FileImageSource):
 def open_image_folder(path: Path, pattern: str = "*") -> FolderImageSource:
     """The images below a folder whose file names match; of CelebAMask-HQ, without the masks."""
     if path.is_file():
-        raise ConfigError(f"{path}: this is a file; expected a folder of images [TM177]")
+        raise ConfigError(f"{path}: expected a folder of images, got a file; give the path of a folder [TM177]")
     require_directory(path)
     root = path / CELEBA_HQ_FOLDER if (path / CELEBA_HQ_FOLDER).is_dir() else path
     all_files = walk_files(root)
     files = tuple(file for file in all_files if file.suffix.lower() in IMAGE_FORMATS and fnmatch(file.name, pattern))
     if not files:
         matching = "" if pattern == "*" else f" that match {pattern}"
-        raise ConfigError(f"{root}: there are no images{matching}; expected files that end in {FORMATS} [TM178]")
+        raise ConfigError(
+            f"{root}: the folder does not contain images{matching}; add files that end in {FORMATS}, or correct the "
+            "path [TM178]"
+        )
     classes = sorted({file.relative_to(root).parts[0] for file in files if file.parent != root})
     captions = find_captions(root, files, all_files)
     return FolderImageSource(tuple(classes), bool(captions), files, root, captions)
@@ -122,7 +127,7 @@ def open_image_folder(path: Path, pattern: str = "*") -> FolderImageSource:
 
 def require_directory(path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder; check the path [TM179]")
+        raise ConfigError(f"{path}: no such folder; correct the path [TM179]")
 
 
 def find_captions(root: Path, files: Sequence[Path], all_files: Sequence[Path]) -> dict[Path, Path | str]:
@@ -177,7 +182,9 @@ def open_class_folder(path: Path) -> ClassFolderSource:
         if file.suffix.lower() in IMAGE_FORMATS
     ]
     if not labeled:
-        raise ConfigError(f"{path}: there are no images; expected files that end in {FORMATS} [TM180]")
+        raise ConfigError(
+            f"{path}: the folder does not contain images; add files that end in {FORMATS}, or correct the path [TM180]"
+        )
     names = tuple(folder.name for folder in classes) or ("0",)
     return ClassFolderSource(names, False, tuple(file for file, _ in labeled), tuple(label for _, label in labeled))
 
@@ -196,14 +203,14 @@ class TarSample:
             file.seek(start)
             data = file.read(length)
         if len(data) < length:
-            raise ValueError(f"{self.shard} ends within it, expected {length} bytes [TM181]")
+            raise ValueError(f"{self.shard} ends within this sample; expected {length} bytes [TM181]")
         return data
 
     def metadata(self) -> dict[str, Any]:
         """The content of its .json, if it has one."""
         metadata = json.loads(self.read("json")) if "json" in self.parts else {}
         if not isinstance(metadata, dict):
-            raise ValueError(f"its JSON is a {type(metadata).__name__}, expected an object [TM182]")
+            raise ValueError(f"the JSON of the sample is a {type(metadata).__name__}; expected an object [TM182]")
         return metadata
 
     @property
@@ -241,7 +248,8 @@ class TarImageSource(ImageSource):
         value = self._read_field(index, TAR_CAPTION_SUFFIXES, PROMPT_COLUMNS)
         if not isinstance(value, str):
             raise ValueError(
-                f"its caption is {value!r:.40}, expected .txt, or {', '.join(PROMPT_COLUMNS)} in .json [TM184]"
+                f"the caption is {value!r:.40}; expected text in .txt, or in {', '.join(PROMPT_COLUMNS)} of .json "
+                "[TM184]"
             )
         is_file = any(part in self.samples[index].parts for part in TAR_CAPTION_SUFFIXES)
         return " ".join(value.split()) if is_file else value
@@ -264,16 +272,22 @@ def is_tar_path(path: Path) -> bool:
 def open_tar_shards(path: Path, pattern: str = "*") -> TarImageSource:
     """The samples of a shard, or of the shards in a folder whose names match; reads their headers once."""
     if path.name.endswith(COMPRESSED_TAR):
-        raise ConfigError(f"{path} is compressed, which rules out random access; decompress it to a .tar [TM185]")
+        raise ConfigError(
+            f"{path} is compressed, and compressed archives do not allow random access; decompress it to a .tar file "
+            "[TM185]"
+        )
     files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     matching = [file for file in files if fnmatch(file.name, pattern)]
     if not matching:
         raise ConfigError(
-            f"data.file_pattern: none of the {len(files)} shards in {path} matches '{pattern:.60}' [TM186]"
+            f"data.file_pattern: '{pattern:.60}' does not match any of the {len(files)} shards in {path}; correct "
+            "data.file_pattern [TM186]"
         )
     samples = tuple(sample for file in matching for sample in index_shard(file) if sample.image_key)
     if not samples:
-        raise ConfigError(f"{path}: its shards hold no images; expected files that end in {FORMATS} [TM187]")
+        raise ConfigError(
+            f"{path}: the shards do not contain images; expected files that end in {FORMATS} in the .tar files [TM187]"
+        )
     return TarImageSource((), any(_has_caption(sample) for sample in samples[:PROBED_SAMPLES]), samples)
 
 
@@ -299,7 +313,7 @@ def index_shard(file: Path) -> Iterator[TarSample]:
                     parts[suffix.lower()] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ConfigError(
-            f"{file} cannot be read as a tar ({error!s:.200}); download it again or remove it [TM188]"
+            f"{file} cannot be read as a .tar file ({error!s:.200}); download the file again, or remove it [TM188]"
         ) from error
     for key, parts in samples.items():
         yield TarSample(file, key, parts)

@@ -111,7 +111,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def check_image_size(size: int | None) -> None:
     """Refuse an `image_size` that no image can have."""
     if size is not None and not 1 <= size <= 16384:
-        raise ValueError(f"'image_size' is {size}; expected 1 to 16384 pixels per side [TM189]")
+        raise ValueError(f"'image_size': expected 1 to 16384 pixels, got {size}; correct 'image_size' [TM189]")
 
 
 def center_square(pixels: Tensor, size: int | None) -> Tensor:
@@ -138,8 +138,7 @@ def stack_images(images: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         if image.shape != images[0].shape:
             (f, _, h, w), (frames, _, height, width) = image.shape, images[0].shape
             raise ConfigError(
-                f"{name} has {f} frames of {w}x{h} pixels, but {names[0]} has {frames} of {width}x{height}; "
-                "set data.image_size, or use files of one size"
-                " [TM190]"
+                f"{name} has {f} frames of {w}x{h} pixels, but {names[0]} has {frames} of {width}x{height}; set "
+                "data.image_size, or use files of one size [TM190]"
             )
     return torch.stack(list(images))

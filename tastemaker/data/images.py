@@ -67,11 +67,13 @@ class SkippedSamples:
         if count > self.limit:
             before = f", and {count - 1} samples before it were skipped" if count > 1 else ""
             raise ConfigError(
-                f"data: {name} cannot be used ({reason:.200}){before}; repair it, or set data.max_skipped above "
-                f"{self.limit}"
-                " [TM191]"
+                f"data: {name} cannot be used ({reason:.200}){before}; repair the file, or set data.max_skipped "
+                f"above {self.limit} [TM191]"
             ) from error
-        warnings.warn(f"data: {name} is skipped ({reason:.200}); {count} of {self.limit} [TM192]", stacklevel=2)
+        warnings.warn(
+            f"data: {name} is skipped ({reason:.200}); {count} of {self.limit} allowed by data.max_skipped [TM192]",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,11 @@ class CroppedImageDataset(PrefetchedDataset):
                 return self.crop(index, draws)
             except READ_ERRORS as error:
                 self.skipped.add(index, self.source.name(index), error)
-        raise ConfigError(f"data: none of the {len(self)} images can be read; check the files [TM193]")
+        raise ConfigError(f"data: none of the {len(self)} images can be read; check that the files are images [TM193]")
 
     def class_prompt(self, label: int) -> str:
         if self.prompts and label >= len(self.prompts):
-            raise ValueError(f"its class is {label}, and there are {len(self.prompts)} [TM194]")
+            raise ValueError(f"the class id is {label}, but there are only {len(self.prompts)} classes [TM194]")
         return self.prompts[label] if self.prompts else str(label)
 
 
@@ -239,7 +241,7 @@ def open_image_source(path: Path, pattern: str, split: str) -> ImageSource:
 
 def require_images(source: ImageSource, path: Path) -> ImageSource:
     if not len(source):
-        raise ConfigError(f"data: {path} has no rows; expected at least one image [TM195]")
+        raise ConfigError(f"data.path: {path} has no rows; expected at least one image, so correct the path [TM195]")
     return source
 
 
@@ -346,7 +348,10 @@ class CaptionedFolder:
             files = sorted(file for file in folder.iterdir() if file.suffix.lower() in FORMATS)
             captions = {file: read_caption(file.with_suffix(".txt"), f"the caption of {file}") for file in files}
         if not captions:
-            raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)} [TM196]")
+            raise ConfigError(
+                f"{folder}: the folder does not contain images; add files that end in {', '.join(FORMATS)}, or "
+                "correct the path [TM196]"
+            )
         return CaptionedFolderDataset(tuple(captions), tuple(captions.values()), self.image_size, seed)
 
 

@@ -69,7 +69,8 @@ def read_manifest(folder: Path) -> LatentManifest:
         return LatentManifest(**{**content, **tuples})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{folder} holds no latents ({error!s:.100}); write some with `tastemaker encode --vae` [TM197]"
+            f"data.path: {folder} does not contain latents ({error!s:.100}); write latents with `tastemaker "
+            "encode --vae` [TM197]"
         ) from error
 
 
@@ -109,7 +110,7 @@ def read_shard(path: Path) -> LatentShard:
         )
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error!s:.100}); remove it and run `tastemaker encode` again [TM198]"
+            f"{path} cannot be read ({error!s:.100}); remove this file and run `tastemaker encode` again [TM198]"
         ) from error
 
 
@@ -183,22 +184,21 @@ class LatentFolder:
         images = Path(manifest.images)
         if images.exists() and files_fingerprint(images) != manifest.data:
             raise ConfigError(
-                f"{self.path} was encoded from {images}, where files were added, removed or changed since; encode it "
-                "again into another folder, or remove this one"
-                " [TM199]"
+                f"data.path: {self.path} was encoded from {images}, but files there were added, removed or "
+                f"changed since then; encode it again into another folder, or remove {self.path} first [TM199]"
             )
         files = [self.path / manifest.shard_file(i) for i in range(manifest.num_shards)]
         complete = sum(file.is_file() for file in files)
         if complete < len(files):
             raise ConfigError(
-                f"{self.path} holds {complete} of {len(files)} shards; run `tastemaker encode` again, which resumes"
-                " [TM200]"
+                f"data.path: {self.path} holds {complete} of {len(files)} shards; run the same `tastemaker "
+                "encode` command again to write the missing shards [TM200]"
             )
         shards = tuple(map(read_shard, files))
         if not any(shard.class_ids for shard in shards):
             raise ConfigError(
-                f"{self.path} holds no latents: none of {manifest.num_images} images could be read; check the files"
-                " [TM201]"
+                f"data.path: {self.path} does not contain latents, because none of the {manifest.num_images} "
+                "images could be read; check the images and encode them again [TM201]"
             )
         return LatentDataset(manifest, shards, self._prompts(manifest, shards), seed)
 
@@ -211,8 +211,8 @@ class LatentFolder:
         if self.caption_source == "caption" or -1 in class_ids:
             raise ConfigError(
                 f"data.caption_source: {self.path} was encoded with '{manifest.caption_source}' and has no "
-                f"{self.caption_source}; encode it again"
-                " [TM202]"
+                f"{self.caption_source}; set data.caption_source={manifest.caption_source}, or encode the images "
+                "again [TM202]"
             )
         prompts = class_captions(manifest.class_names, self.caption_source)
         return tuple(prompts[class_id] if prompts else str(class_id) for class_id in class_ids)

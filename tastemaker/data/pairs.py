@@ -76,7 +76,8 @@ class PairFolder:
         if unpaired:
             side = "rejected" if unpaired[0] in chosen else "chosen"
             raise ConfigError(
-                f"{self.path}: '{unpaired[0]}' has no image in {side}; add it, or remove the other one [TM203]"
+                f"{self.path}: '{unpaired[0]}' does not have an image in the folder {side}; add the missing "
+                f"image, or remove '{unpaired[0]}' [TM203]"
             )
         prompts = [read_caption(self.path / f"{name}.txt", f"the prompt of {chosen[name]}") for name in chosen]
         files = tuple((chosen[name], rejected[name]) for name in chosen)
@@ -86,8 +87,12 @@ class PairFolder:
     def _list_images(self, side: str) -> dict[str, Path]:
         folder = self.path / side
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder; expected the folders chosen and rejected [TM204]")
+            raise ConfigError(
+                f"{folder}: no such folder; data.path must contain the folders chosen and rejected [TM204]"
+            )
         files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix.lower() in FORMATS}
         if not files:
-            raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)} [TM205]")
+            raise ConfigError(
+                f"{folder}: the folder does not contain images; add files that end in {', '.join(FORMATS)} [TM205]"
+            )
         return files

@@ -217,9 +217,12 @@ def choose_device(device: Device) -> torch.device:
 
 def check_probability(key: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise ValueError(f"'{key}' is {value}; expected a probability from 0 to 1 [TM206]")
+        raise ValueError(f"'{key}': expected a probability from 0 to 1, got {value}; correct '{key}' [TM206]")
 
 
 def check_weights(key: str, weights: Weights, names: Sequence[str]) -> None:
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        raise ValueError(f"'{key}' is {list(weights)}; expected weights of at least 0 for {', '.join(names)} [TM207]")
+        raise ValueError(
+            f"'{key}': expected weights of at least 0 for {', '.join(names)}, not all 0, got {list(weights)}; correct "
+            f"'{key}' [TM207]"
+        )

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from ..config.build import build, build_rubric, make_tiny
 from ..config.schema import RewardConfig, RunConfig
+from ..console import make_console, track
 from ..core import output_paths
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
@@ -71,9 +71,8 @@ class LabelRules:
     def __post_init__(self) -> None:
         if self.unclear > self.clear:
             raise ConfigError(
-                f"found --unclear-until {self.unclear} and --clear-from {self.clear}; "
-                "expected --clear-from to be at least --unclear-until"
-                " [TM208]"
+                f"--clear-from: expected at least the value of --unclear-until, got --clear-from {self.clear} and "
+                f"--unclear-until {self.unclear}; raise --clear-from [TM208]"
             )
 
     def is_correct(self, row: Row) -> bool:
@@ -183,9 +182,15 @@ class PreferenceOptions:
 
     def __post_init__(self) -> None:
         if not self.prompts.prompts:
-            raise ConfigError("no prompt is left that the benchmark does not have; pass others with --prompts [TM209]")
+            raise ConfigError(
+                "--prompts: all prompts are also in the benchmark, so none are left; give other prompts with "
+                "--prompts [TM209]"
+            )
         if any(not 0 < progress < 1 for progress in self.previews):
-            raise ConfigError(f"--previews: found {list(self.previews)}; expected numbers above 0 and below 1 [TM210]")
+            raise ConfigError(
+                f"--previews: expected numbers above 0 and below 1, got {list(self.previews)}; give for example "
+                "--previews 0.25,0.5 [TM210]"
+            )
 
     def __len__(self) -> int:
         return len(self.prompts) * self.samples_per_prompt
@@ -221,7 +226,10 @@ def parse_progress(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers with commas between them [TM211]") from error
+        raise ConfigError(
+            f"{option}: expected numbers separated by commas, got '{text:.60}'; give for example {option} 0.25,0.5 "
+            "[TM211]"
+        ) from error
 
 
 def benchmark_prompts(name: str) -> PromptBatch:
@@ -240,7 +248,7 @@ def label_preferences(
     output_paths.check_output_directory(options.out)
     config, labeler = make_tiny(config) if tiny else config, load_labeler(options, tiny=tiny)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)  # for its ranks, not for its networks
-    comm, rank_console = engine.comm, console if engine.comm.rank == 0 else Console(quiet=True)
+    comm, rank_console = engine.comm, console if engine.comm.rank == 0 else make_console(quiet=True)
     fingerprint = options.fingerprint(config, checkpoint)
     directory = SampleDirectory(options.out / SAMPLES, fingerprint, comm.rank)
     existing = directory.existing_prompts()
@@ -276,7 +284,7 @@ def sample_missing(
         run.resume(checkpoint)
     check_weights_exist(run, options.weights)
     rounds = split_over_ranks(missing, run.batch.rollout_batch_size, run.engine.comm)
-    for indices, is_duplicate in track(rounds, "sampling", console=console):
+    for indices, is_duplicate in track(rounds, "sampling", console, "batches"):
         final, previews = sample_with_previews(run, options, indices)
         for row, index in enumerate([] if is_duplicate else indices):
             group, sample = divmod(index, options.samples_per_prompt)
@@ -354,7 +362,7 @@ def label_samples(
     share = missing[engine.comm.rank :: engine.comm.world_size]
     truncate_partial_line(path := options.out / f"{LABELS}.{engine.comm.rank}")
     with path.open("a", encoding="utf-8") as file:
-        for first in track(range(0, len(share), DEFAULT_BATCH_SIZE), "labeling", console=console):
+        for first in track(range(0, len(share), DEFAULT_BATCH_SIZE), "labeling", console, "batches"):
             rows = share[first : first + DEFAULT_BATCH_SIZE]
             images = [
                 ImageRecord(

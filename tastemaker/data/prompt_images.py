@@ -122,11 +122,15 @@ class PromptsWithImages:
     def __post_init__(self) -> None:
         if self.path.suffix not in SUFFIXES:
             raise ValueError(
-                f"'path' is {str(self.path)!r:.60}; expected a file that ends in {', '.join(SUFFIXES)} [TM212]"
+                f"'path': expected a file name that ends in {', '.join(SUFFIXES)}, got {str(self.path)!r:.60}; "
+                "convert or rename the file [TM212]"
             )
         wrong = [size for size in self.buckets if any(side % 16 or not 16 <= side <= 8192 for side in size)]
         if wrong:
-            raise ValueError(f"'buckets' has {list(wrong[0])}; expected multiples of 16, from 16 to 8192 [TM213]")
+            raise ValueError(
+                f"'buckets': expected multiples of 16, from 16 to 8192, got {list(wrong[0])}; correct this bucket "
+                "[TM213]"
+            )
 
     def load(self, seed: int) -> PromptImageDataset:
         entries = read_jsonl_entries(self.path) if self.path.suffix == ".jsonl" else read_caption_map(self.path)
@@ -150,7 +154,10 @@ def read_caption_map(path: Path) -> list[PromptImage]:
     if not isinstance(images, Mapping) or not all(isinstance(x, str) for pair in images.items() for x in pair):
         images = {}
     if not images:
-        raise ConfigError(f"{path} does not map captions to image paths; expected such a mapping, or a .jsonl [TM214]")
+        raise ConfigError(
+            f'{path} does not map captions to image paths; write an object such as {{"a cat": "cat.png"}}, or use a '
+            ".jsonl file [TM214]"
+        )
     return [
         PromptImage(caption, require_file(path.parent / image, f"{path}, '{caption:.40}'"), {})
         for caption, image in images.items()
@@ -174,4 +181,4 @@ def load_document(path: Path) -> Any:
     except ConfigError:
         raise
     except (OSError, ValueError, EOFError, RecursionError, pickle.UnpicklingError, IndexError, KeyError) as error:
-        raise ConfigError(f"{path} cannot be read ({error!s:.200}); write it as .jsonl [TM215]") from error
+        raise ConfigError(f"{path} cannot be read ({error!s:.200}); convert the file to .jsonl [TM215]") from error

@@ -47,7 +47,7 @@ class InlinePrompts:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("'prompts' is empty; expected at least one prompt [TM216]")
+            raise ValueError("'prompts' is empty; add at least one prompt [TM216]")
 
     def load(self, seed: int) -> PromptDataset:
         return PromptDataset(self.prompts, ({},) * len(self.prompts), seed)
@@ -70,7 +70,8 @@ class PromptFile:
     def __post_init__(self) -> None:
         if not is_prompt_file(self.path):
             raise ValueError(
-                f"'path' is {str(self.path)!r:.60}; expected a file that ends in .txt, .jsonl or .csv [TM217]"
+                f"'path': expected a file name that ends in .txt, .jsonl or .csv, got {str(self.path)!r:.60}; "
+                "convert or rename the file [TM217]"
             )
 
     def load(self, seed: int) -> PromptDataset:
@@ -101,7 +102,10 @@ def is_prompt_file(path: Path) -> bool:
 def open_prompt_file(path: Path, option: str = "--prompts") -> PromptFile:
     """The prompt file that a command-line option names."""
     if not is_prompt_file(path):
-        raise ConfigError(f"{option}: found '{path!s:.200}'; expected a file that ends in .txt, .jsonl or .csv [TM218]")
+        raise ConfigError(
+            f"{option}: expected a file name that ends in .txt, .jsonl or .csv, got '{path!s:.200}'; convert or "
+            "rename the file [TM218]"
+        )
     return PromptFile(path)
 
 
@@ -117,7 +121,10 @@ class ClassPrompts:
     def __post_init__(self) -> None:
         make_class_labels(self.num_classes, self.class_names)
         if "{" in self.template.replace("{name}", "") or "{name}" not in self.template:
-            raise ValueError(f"'template' is {self.template!r:.60}; expected {{name}} and plain text [TM219]")
+            raise ValueError(
+                f"'template': expected text with {{name}} once and without other braces, got {self.template!r:.60}; "
+                "write for example a photo of a {name} [TM219]"
+            )
 
     def load(self, seed: int) -> PromptDataset:
         labels = make_class_labels(self.num_classes, self.class_names)
@@ -129,7 +136,8 @@ class ClassPrompts:
                     prompts[label] = text
         if not prompts:
             raise ConfigError(
-                f"data.template: no class can be parsed from {self.template!r:.60}; use the name alone [TM220]"
+                f"data.template: the playground cannot parse {self.template!r:.60} with any class name; set "
+                "data.template='{name}' [TM220]"
             )
         return PromptDataset(tuple(prompts.values()), tuple({"label": label} for label in prompts), seed)
 
@@ -149,7 +157,7 @@ class PromptSet:
     def __post_init__(self) -> None:
         names = [*load_prompt_templates(), *vader_set_names()]
         if self.name not in names:
-            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest_name(self.name, names)} [TM221]")
+            raise ValueError(f"unknown prompt set '{self.name:.60}'{suggest_name(self.name, names)} [TM221]")
 
     def load(self, seed: int) -> PromptDataset:
         prompts = [
@@ -172,7 +180,10 @@ class EditFile:
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.suffix not in (".jsonl", ".csv"):
-            raise ValueError(f"'path' is {str(self.path)!r:.60}; expected a file that ends in .jsonl or .csv [TM222]")
+            raise ValueError(
+                f"'path': expected a file name that ends in .jsonl or .csv, got {str(self.path)!r:.60}; convert or "
+                "rename the file [TM222]"
+            )
 
     def load(self, seed: int) -> PromptDataset:
         path = self.path or EDIT_EXAMPLES
@@ -185,6 +196,6 @@ def edit_metadata(path: Path, number: int, row: Row) -> Metadata:
     """All columns but the prompt, with absolute paths of the files they name."""
     location = f"{path}, line {number}"
     if not isinstance(row.get("image"), str):
-        raise ConfigError(f"{location}: there is no 'image'; expected the path of the image to edit [TM223]")
+        raise ConfigError(f"{location}: 'image' is missing; add the path of the image to edit [TM223]")
     files = {key: str(require_file(path.parent / str(row[key]), location)) for key in EDIT_FILES if key in row}
     return {**row_metadata(row), **files}

@@ -33,9 +33,11 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text [TM224]") from error
     except (OSError, ValueError) as error:  # a path may hold characters that the file system refuses
-        raise ConfigError(f"{path}: cannot be read ({error}); check the path and its permissions [TM225]") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); check the path and the permissions of the file [TM225]"
+        ) from error
     if not text.strip():
-        raise ConfigError(f"{path}: the file is empty; expected at least one row [TM226]")
+        raise ConfigError(f"{path}: the file is empty; add at least one row [TM226]")
     return text
 
 
@@ -53,10 +55,13 @@ def _parse_row(path: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, line {number}: not JSON ({error}); expected one object per line [TM227]") from error
+        raise ConfigError(
+            f"{path}, line {number}: not JSON ({error}); write one JSON object per line [TM227]"
+        ) from error
     if not isinstance(row, dict):
         raise ConfigError(
-            f'{path}, line {number}: expected an object such as {{"prompt": ...}}, found {line:.40} [TM228]'
+            f'{path}, line {number}: expected an object such as {{"prompt": ...}}, got {line:.40}; correct this '
+            "line [TM228]"
         )
     return row
 
@@ -67,15 +72,18 @@ def read_csv_rows(path: Path) -> list[tuple[int, Row]]:
     try:
         rows: list[tuple[int, Row]] = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise ConfigError(f"{path}, line {reader.line_num}: not CSV ({error}); check its quotes [TM229]") from error
+        raise ConfigError(
+            f"{path}, line {reader.line_num}: not CSV ({error}); check the quotes in this line [TM229]"
+        ) from error
     for number, row in rows:
         if None in row or None in row.values():
             columns = len(reader.fieldnames or ())
             raise ConfigError(
-                f"{path}, line {number}: expected {columns} columns as in the first line; check its commas [TM230]"
+                f"{path}, line {number}: expected {columns} columns as in the first line; check the commas in "
+                "this line [TM230]"
             )
     if not rows:
-        raise ConfigError(f"{path}: there are no rows below the line of column names; expected at least one [TM231]")
+        raise ConfigError(f"{path}: the file has column names but no rows; add at least one row [TM231]")
     return rows
 
 
@@ -86,10 +94,12 @@ def get_text(path: Path, number: int, row: Row, column: str) -> str:
 
 def _get_text(location: str, row: Row, column: str) -> str:
     if column not in row:
-        raise ConfigError(f"{location}: '{column}' is missing; found {', '.join(map(str, row)) or 'nothing'} [TM232]")
+        raise ConfigError(
+            f"{location}: '{column}' is missing; found {', '.join(map(str, row)) or 'nothing'}; add '{column}' [TM232]"
+        )
     text = row[column]
     if not isinstance(text, str):
-        raise ConfigError(f"{location}: '{column}' is {text!r:.40}, expected text [TM233]")
+        raise ConfigError(f"{location}: '{column}' is {text!r:.40}; expected text [TM233]")
     return text
 
 
@@ -102,7 +112,8 @@ def require_file(path: Path, location: str) -> Path:
     """The path of a file that is named at `location`; refuses one that does not exist."""
     if not path.is_file():
         raise ConfigError(
-            f"{location}: there is no file {path}; paths are relative to the file that names them [TM234]"
+            f"{location}: the file {path} does not exist; correct the path, which is relative to the file that "
+            "names it [TM234]"
         )
     return path
 
@@ -140,7 +151,7 @@ def sample_rows(rows: Sequence[T], strategy: str, seed: int, location: str) -> l
     match = SAMPLING_STRATEGY.match(strategy)
     if match is None:
         raise ConfigError(
-            f"{location}: sampling_strategy is '{strategy:.40}'; expected all, first:n, end:n or random:n% [TM235]"
+            f"{location}: sampling_strategy is '{strategy:.40}'; write all, first:n, end:n or random:n% [TM235]"
         )
     amount = float(match[2])
     count = min(len(rows), math.ceil(amount * len(rows) / 100 if match[3] else amount))
@@ -155,10 +166,11 @@ def _read_rows(path: Path) -> list[MixtureRow]:
     try:
         rows = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error}); expected a list of objects in brackets [TM236]") from error
+        raise ConfigError(f"{path}: not JSON ({error}); write a list of objects: [{{...}}, {{...}}] [TM236]") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(
-            f"{path}: expected a list of objects, found {type(rows).__name__}; write rows in brackets [TM237]"
+            f"{path}: expected a list of objects, got {type(rows).__name__}; write [{{...}}, {{...}}] with at "
+            "least one object [TM237]"
         )
     return [MixtureRow(path, f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
 
@@ -168,14 +180,22 @@ def _read_mixture_files(path: Path) -> list[tuple[Path, str]]:
     try:
         document: Any = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); expected `datasets:` [TM238]") from error
+        raise ConfigError(
+            f"{path}: not YAML ({' '.join(str(error).split())}); write `datasets:` with a list of entries [TM238]"
+        ) from error
     entries = document.get("datasets") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: expected `datasets:` with a list of json_path and sampling_strategy [TM239]")
+        raise ConfigError(
+            f"{path}: `datasets:` is missing or empty; write `datasets:` with a list of entries that have json_path "
+            "and sampling_strategy [TM239]"
+        )
     files = []
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("json_path"), str):
-            raise ConfigError(f"{path}: a data set is {entry!r:.60}; expected a mapping with json_path [TM240]")
+            raise ConfigError(
+                f"{path}: expected a mapping with json_path as an entry of `datasets:`, got {entry!r:.60}; add "
+                "json_path [TM240]"
+            )
         file = require_file(path.parent / entry["json_path"], str(path))
         files.append((file, str(entry.get("sampling_strategy", "all"))))
     return files

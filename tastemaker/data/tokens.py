@@ -44,7 +44,8 @@ class TokenDataset(PrefetchedDataset):
         lengths = {len(ids) for _, ids in samples}
         if len(lengths) > 1:
             raise ConfigError(
-                f"data: files hold {', '.join(map(str, sorted(lengths)))} tokens; encode all at one size [TM241]"
+                f"data.path: the files have different numbers of tokens ({', '.join(map(str, sorted(lengths)))}); "
+                "encode all images at one size [TM241]"
             )
         return TokenBatch(tuple(prompt for prompt, _ in samples), torch.stack([ids for _, ids in samples]))
 
@@ -61,12 +62,15 @@ class TokenDataset(PrefetchedDataset):
                 ids = torch.from_numpy(views[int(view_draw * len(views))].astype("<i8"))
                 class_id = int(label.reshape(-1)[0])
                 if not 0 <= class_id < len(self.prompts):
-                    raise ValueError(f"its class is {class_id}, and there are {len(self.prompts)} [TM242]")
+                    raise ValueError(
+                        f"the class id is {class_id}, but there are only {len(self.prompts)} classes [TM242]"
+                    )
                 return self.prompts[class_id], ids
             except READ_ERRORS as error:
                 self.skipped.add(position, str(codes / file), error)
         raise ConfigError(
-            f"data: none of the {len(self)} files in {codes} can be read; encode the images again [TM243]"
+            f"data.path: none of the {len(self)} files in {codes} can be read; encode the images again with "
+            "`tastemaker encode` [TM243]"
         )
 
 
@@ -92,7 +96,8 @@ class TokenFolder:
         numbers = tuple(sorted(int(file.stem) for file in folders[0][0].glob("*.npy") if file.stem.isdecimal()))
         if not numbers:
             raise ConfigError(
-                f"{folders[0][0]} holds no files such as 0.npy; write some with `tastemaker encode` [TM244]"
+                f"data.path: {folders[0][0]} does not contain files such as 0.npy; write tokens with `tastemaker "
+                "encode` [TM244]"
             )
         return TokenDataset(folders, numbers, prompts, seed, SkippedSamples(self.max_skipped))
 
@@ -103,9 +108,8 @@ def code_and_label_folders(path: Path) -> tuple[Path, Path]:
     codes, labels = (sorted(folder for folder in path.glob(f"*{end}") if folder.is_dir()) for end in (CODES, LABELS))
     if [len(codes), len(labels)] != [1, 1]:
         raise ConfigError(
-            f"{path} holds {len(codes)} folders of codes and {len(labels)} of labels; expected one of each, "
-            f"as imagenet256_{CODES} and imagenet256_{LABELS}"
-            " [TM245]"
+            f"data.path: {path} holds {len(codes)} folders of codes and {len(labels)} of labels; expected one of "
+            f"each, such as imagenet256_{CODES} and imagenet256_{LABELS} [TM245]"
         )
     return codes[0], labels[0]
 
@@ -114,5 +118,5 @@ def read_npy(path: Path) -> NDArray[np.int64]:
     """The non-negative integers of a file, without unpickling."""
     values: NDArray[np.int64] = np.load(path, allow_pickle=False)
     if not np.issubdtype(values.dtype, np.integer) or not values.size or values.min() < 0:
-        raise ValueError(f"it holds {values.dtype} of shape {list(values.shape)}, expected integers from 0 [TM246]")
+        raise ValueError(f"expected integers of at least 0, got {values.dtype} of shape {list(values.shape)} [TM246]")
     return values

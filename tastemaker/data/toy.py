@@ -30,11 +30,14 @@ class SolidColorImages:
         unknown = [color for color in self.colors if color not in TOY_COLORS]
         if unknown or not self.colors:
             named = f"{unknown[0]!r:.60}" if unknown else "none"
-            raise ValueError(f"'colors' names {named}; expected some of {', '.join(TOY_COLORS)} [TM247]")
+            raise ValueError(
+                f"'colors': expected names from {', '.join(TOY_COLORS)}, got {named}; correct 'colors' [TM247]"
+            )
         if not 1 <= self.num_frames <= 1000 or not 0 <= self.color_std <= 1:
             settings = f"num_frames {self.num_frames}, color_std {self.color_std}"
             raise ValueError(
-                f"found {settings}; expected 1 to 1000 frames and a standard deviation from 0 to 1 [TM248]"
+                f"expected 1 to 1000 frames and a standard deviation from 0 to 1, got {settings}; correct these "
+                "settings [TM248]"
             )
 
     def color(self, index: int, offset: int = 0) -> str:
@@ -57,9 +60,8 @@ def check_num_samples(num_samples: int, start_index: int = 0, key: str = "num_sa
     """Refuse numbers of samples that the data cannot have."""
     if not 1 <= num_samples <= 10**6 or not 0 <= start_index < 2**31:
         raise ValueError(
-            f"found {key} {num_samples} and start_index {start_index}; expected {key} from 1 to 1000000 and a "
-            "start_index of at least 0"
-            " [TM249]"
+            f"expected {key} from 1 to 1000000 and start_index of at least 0, got {key} {num_samples} and "
+            f"start_index {start_index}; correct these settings [TM249]"
         )
 
 
@@ -141,7 +143,10 @@ class ToyPairs:
     def __post_init__(self) -> None:
         self.images()
         if len(set(self.colors)) != len(self.colors) or len(self.colors) < 2:
-            raise ValueError(f"'colors' is {', '.join(self.colors)}; expected two or more that differ [TM250]")
+            raise ValueError(
+                f"'colors': expected at least two different colors, got {', '.join(self.colors)}; add or change a "
+                "color [TM250]"
+            )
 
     def images(self) -> ToyImages:
         return ToyImages(self.colors, self.num_frames, self.num_samples, self.start_index, self.color_std)

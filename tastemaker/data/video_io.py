@@ -32,17 +32,17 @@ def read_video(path: Path) -> NDArray[np.uint8]:
     try:
         with av.open(path) as file:
             if not file.streams.video:
-                raise ValueError("it holds no video [TM251]")
+                raise ValueError("the file does not contain a video stream [TM251]")
             file.streams.video[0].codec_context.thread_count = 1  # errors are captured per thread
             with capture_ffmpeg_errors() as errors:
                 frames = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
     except av.FFmpegError as error:  # some of which are no ValueError
-        raise ValueError(f"{error} [TM826]") from error
+        raise ValueError(f"the video cannot be decoded: {error} [TM826]") from error
     if not frames:
-        raise ValueError("it holds no frames [TM252]")
+        raise ValueError("the video does not contain frames [TM252]")
     corrupt = [index for index, (_, is_corrupt) in enumerate(frames) if is_corrupt]
     if corrupt or errors:
-        reason = f"its frame {corrupt[0]} is broken" if corrupt else f"its decoder says: {errors[0]}"
+        reason = f"frame {corrupt[0]} is damaged" if corrupt else f"the decoder reports: {errors[0]}"
         raise ValueError(f"{reason} [TM827]")
     return np.stack([frame for frame, _ in frames]).astype(np.uint8)
 

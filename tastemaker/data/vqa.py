@@ -86,6 +86,7 @@ def _parse_turns(location: str, conversation: Any) -> tuple[str, ...]:
     speakers = [turn.get("from") for turn in turns]
     if not turns or len(turns) != len(entries) or speakers != list(SPEAKERS) * (len(turns) // 2):
         raise ConfigError(
-            f"{location}: found turns of {speakers}; expected alternating human and gpt, each with a 'value' [TM253]"
+            f"{location}: expected turns that alternate between human and gpt, each with a 'value', got turns of "
+            f"{speakers}; correct the conversation [TM253]"
         )
     return tuple(turn["value"] for turn in turns)

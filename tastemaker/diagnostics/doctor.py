@@ -56,6 +56,11 @@ def skip_check(name: str, reason: str) -> CheckResult:
     return CheckResult(name, "-", "skip", reason)
 
 
+def count_checks() -> int:
+    """The number of results of `run_doctor`."""
+    return len(CHECKS) + 1  # two ranks
+
+
 def run_doctor(config: RunConfig, *, tiny: bool = False) -> Iterator[CheckResult]:
     """Run all checks on a configuration and yield their results."""
     config = make_tiny(config) if tiny else config
@@ -84,11 +89,14 @@ def check_importance_ratio(run: Run, precision: str) -> CheckResult:
     """Scoring must reproduce the log-probabilities that sampling recorded."""
     name = f"importance ratio before the first update ({precision})"
     if not run.policy.process.stochastic:
-        return skip_check(name, "the sampler is deterministic, so that there are no ratios")
+        return skip_check(name, "the sampler is deterministic, so importance ratios do not exist")
     error = _max_ratio_error(run, run.policy, precision)
     if error < 1e-5:
         return pass_check(name, f"1 within {error:.1e}")
-    advice = "sampling and scoring disagree: look for dropout or random numbers in the model, or an incomplete state"
+    advice = (
+        "sampling and scoring disagree; remove dropout and unseeded random numbers from the model, and check "
+        "that a segment's state contains everything that scoring needs"
+    )
     return fail_check(name, f"off by up to {error:.1e}", advice)
 
 
@@ -97,12 +105,14 @@ def check_kv_cache(run: Run) -> CheckResult:
     name = "sampling follows the distribution that is trained"
     process = run.policy.process.with_sampled_log_probs()
     if process == run.policy.process:
-        return skip_check(name, "log-probabilities are recorded while sampling; see the importance ratio")
+        return skip_check(
+            name, "log-probabilities are recorded during sampling, so the importance ratio already checks this"
+        )
     policy = replace(run.policy, process=process, model=_with_guidance(run.policy))
     error = _max_ratio_error(run, policy, "fp32")
     if error < 1e-3:
         return pass_check(name, f"ratio 1 within {error:.1e}")
-    advice = "the KV cache disagrees with the full call: compare begin/extend with predict"
+    advice = "the KV cache disagrees with the full forward pass; compare init_cache and decode_step with predict"
     return fail_check(name, f"off by up to {error:.1e}", advice)
 
 
@@ -135,7 +145,10 @@ def check_gradients(run: Run) -> CheckResult:
     zero = [key for key, grad in gradients.items() if not key.startswith(unused) and not bool((grad != 0).any())]
     if not zero:
         return pass_check(name, f"all {len(gradients)} non-zero")
-    advice = f"these never train: {', '.join(zero[:3])}; connect them, or exclude them from tuning"
+    advice = (
+        f"these tensors get no gradient: {', '.join(zero[:3])}; use them in the forward pass, or exclude them "
+        "from tuning"
+    )
     return fail_check(name, f"{len(zero)} of {len(gradients)} zero", advice)
 
 
@@ -148,7 +161,10 @@ def check_weights_change_samples(run: Run) -> CheckResult:
     change = (before.float() - after.float()).abs().mean().item()
     if change > 0:
         return pass_check(name, f"mean change {change:.1e}")
-    advice = "sampling does not use the trained weights: check tuning.target_modules and model.net"
+    advice = (
+        "sampling does not use the trained weights; check tuning.target_modules, and that the model samples with "
+        "its `net`"
+    )
     return fail_check(name, "no change", advice)
 
 
@@ -165,7 +181,7 @@ def check_kl_gradient(run: Run) -> CheckResult:
     share = _norm({key: x - others[key] for key, x in gradients.items()}) / max(_norm(gradients), 1e-30)
     if share > 0:
         return pass_check(name, f"{share:.1e} of the total")
-    advice = "the penalty does not depend on the live weights: compute it with gradients enabled"
+    advice = "the KL penalty does not depend on the live weights; compute the penalty with gradients enabled"
     return fail_check(name, "none", advice)
 
 
@@ -173,7 +189,7 @@ def check_reward_spread(run: Run) -> CheckResult:
     """Rewards must be finite, and differ between samples of one prompt."""
     name = "rewards finite and different within a prompt"
     if not run.rubric.rewards:
-        return skip_check(name, "there are no rewards")
+        return skip_check(name, "the configuration has no rewards")
     first = run.fixed_prompts(2)
     cond = run.policy.embed(first.prompts, first.metadata).repeat(NUM_SAMPLES)
     rng = Randomness(run.seed, STEP, torch.arange(len(cond), device=run.engine.device))
@@ -184,7 +200,12 @@ def check_reward_spread(run: Run) -> CheckResult:
     number = f"mean {scores.total.mean().item():.3g}, spread within a prompt {spread.mean().item():.1e}"
     if bool((spread > 0).all()):
         return pass_check(name, number)
-    return fail_check(name, number, "all samples of a prompt have the same reward, so that nothing can be learned")
+    return fail_check(
+        name,
+        number,
+        "all samples of a prompt have the same reward, so the advantages are 0; use a finer reward, or "
+        "prompts that are neither too easy nor too hard",
+    )
 
 
 def check_pixel_range(run: Run, *, trained: bool = True) -> CheckResult:
@@ -206,8 +227,11 @@ def check_pixel_range(run: Run, *, trained: bool = True) -> CheckResult:
     if error < 0.2 and in_range:
         return pass_check(name, number)
     if not trained and in_range:
-        return skip_check(name, "the autoencoder of a tiny model is random and reconstructs nothing")
-    advice = "encode and decode must accept and return [0, 1]: check scaling factor and shift of the latents"
+        return skip_check(name, "the autoencoder of a tiny model has random weights and cannot reconstruct images")
+    advice = (
+        "encode must accept and decode must return pixels in [0, 1]; check the scaling factor and the shift of "
+        "the latents"
+    )
     return fail_check(name, number, advice)
 
 
@@ -221,7 +245,7 @@ def check_resume(run: Run) -> CheckResult:
     resumed = [two_ranks.step_metrics(run, step) for step in (1, 2)]
     if expected == resumed:
         return pass_check(name, f"loss {expected[1][0]:.6g} both times")
-    advice = "some state is not in the checkpoint: add it to Objective.make_state or to the weights"
+    advice = "some state is not in the checkpoint; add this state to Objective.make_state or to the weights"
     return fail_check(name, f"loss {expected[1][0]:.9g} against {resumed[1][0]:.9g}", advice)
 
 
@@ -230,11 +254,21 @@ def check_two_ranks(config: RunConfig, run: Run) -> CheckResult:
     name, batch = "two ranks give the gradient of one", config.batch
     parameters = sum(p.numel() for p in run.policy.weights.net.parameters())
     if parameters > MAX_TWO_RANK_PARAMETERS:
-        return skip_check(name, f"{parameters / 1e6:.0f} M parameters are too many for two copies; use --tiny")
+        return skip_check(
+            name, f"{parameters / 1e6:.0f} M parameters are too many to run two copies; run doctor with --tiny"
+        )
     if batch.prompts % (2 * batch.minibatches):
-        return skip_check(name, f"{batch.prompts} prompts per step are not divisible by two ranks")
+        return skip_check(
+            name,
+            f"{batch.prompts} prompts per step cannot be divided over two ranks; set batch.prompts to a "
+            f"multiple of {2 * batch.minibatches} to compare",
+        )
     if batch.minibatches > 1 or batch.epochs > 1:
-        return skip_check(name, "ranks shuffle their own samples into minibatches; set batch.minibatches=1 to compare")
+        return skip_check(
+            name,
+            "each rank shuffles its own samples into minibatches; set batch.minibatches=1 and batch.epochs=1 "
+            "to compare",
+        )
     one = two_ranks.step_metrics(run, 0)
     two, problem = two_ranks.run_first_step(config)
     if two is None:
@@ -244,7 +278,12 @@ def check_two_ranks(config: RunConfig, run: Run) -> CheckResult:
     number = f"loss {one[0]:.6g} and {two[0]:.6g}, gradient norm {one[1]:.6g} and {two[1]:.6g}"
     if error < 1e-3:
         return pass_check(name, number)
-    return fail_check(name, number, "something depends on the rank: samples of the data, noise, or a mean per rank")
+    return fail_check(
+        name,
+        number,
+        "the result depends on the rank; check the data order, the random numbers, and means that are "
+        "computed per rank",
+    )
 
 
 CHECKS: dict[str, Callable[[Run], CheckResult]] = {

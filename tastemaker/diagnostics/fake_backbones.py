@@ -140,8 +140,8 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
     """Load a diffusers pipeline with random weights of the published sizes."""
     if not isinstance(spec, PublishedSpec):
         raise ConfigError(
-            f"plan: expected a published generator, got {type(spec).__name__}; run a small model with `train` instead"
-            " [TM659]"
+            f"plan: expected a published generator, got {type(spec).__name__}; run a small model with `tastemaker "
+            "train` instead [TM659]"
         )
     configs, settings = spec.published.configs, cast(Any, spec)  # a dataclass, which its base class is not
     hub = spec.weights if spec.weights in configs else spec.published.releases[0].hub
@@ -182,8 +182,8 @@ def _fake_vae(spec: LatentDitSpec, placement: Placement) -> AutoencoderNet:
     ]
     if missing:
         warnings.warn(
-            f"plan: the autoencoder {spec.autoencoder} is not downloaded; assuming the size of Stable Diffusion's"
-            " [TM660]",
+            f"plan: the autoencoder {spec.autoencoder} is not downloaded, so the estimate uses the size of Stable "
+            f"Diffusion's autoencoder; download {spec.autoencoder} for an exact estimate [TM660]",
             stacklevel=2,
         )
         channels = tuple(SD_VAE_CHANNELS[min(level, 2)] for level in range(spec.downsample_factor.bit_length()))

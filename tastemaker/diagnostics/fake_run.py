@@ -36,7 +36,9 @@ from ..core.types import (
 )
 from ..core.weights import Weights
 from ..objectives.reward_gradient import RewardGradient
+from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision
+from ..training.context_parallel import emulate_context_parallel
 from .fake_backbones import PLANNED_AUTOENCODER, FakeDecoderPool, FakeLlamagenBackbone, fake_mode_of, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
 
@@ -72,7 +74,8 @@ class Measurement:
 
 def measure(config: RunConfig, world: int = 1) -> Measurement:
     """Measure a step on one of `world` ranks."""
-    share = -(-config.batch.prompts // world)
+    context_parallel = min(config.engine.context_parallel, world)  # ranks that share the tokens of a sample
+    share = -(-config.batch.prompts // (world // context_parallel))
     with ExitStack() as stack:
         backbone = stack.enter_context(load_fake_backbone(config, world))
         weights = config.tuning.apply(backbone, config.objective.snapshots())
@@ -95,18 +98,25 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         model = config.process.wrap_guidance(backbone, config.guidance) if guided and config.guidance else backbone
         policy: Policy[Any] = Policy(model, config.process, weights)
         step = FakeStep(config, policy, rubric, _prompts(config, share), _micro_batch(config, share))
-        collect_bytes = trace_peak_bytes(step.collect, existing)
+        with emulate_context_parallel(weights.net, context_parallel):
+            collect_bytes = trace_peak_bytes(step.collect, existing)
         collected = recorder.take()
         pool = backbone.fake_pool if isinstance(backbone, FakeLlamagenBackbone) else None
         cache = pool.kept if pool else []
-        update_bytes = trace_peak_bytes(step.update, [*existing, *cache])
+        with emulate_context_parallel(weights.net, context_parallel):
+            update_bytes = trace_peak_bytes(step.update, [*existing, *cache])
         updated = recorder.take()
-        scale = share / step.rows
+        if context_parallel > 1:  # FLOPs are counted over all tokens and divided, for attention is over all of them
+            trace_peak_bytes(step.collect, existing)
+            collected = recorder.take()
+            trace_peak_bytes(step.update, existing)
+            updated = recorder.take()
+        scale = share / step.rows / context_parallel
         collect_flops = scale * (sum(call.flops(recorder) for call in collected) + _decode_flops(pool, weights.net))
         # Backward costs twice the forward pass, or once if the weights need no gradient; checkpointing one more.
         backward = (1 if config.tuning.is_adapter else 2) + (config.engine.activation_memory == "checkpoint")
         each = sum(call.flops(recorder) * (1 + backward * call.grad) for call in updated)
-        kept = share * len(step.experience) / step.rows
+        kept = scale * len(step.experience)
         update_flops = kept / step.micro_batch * len(step.parts) * config.batch.epochs * each
         cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         parameters = sum(p.numel() for p in weights.net.parameters())
@@ -176,7 +186,7 @@ class FakeStep:
     def __init__(self, config: RunConfig, policy: Policy[Any], rubric: Rubric, rows: int, micro_batch: int) -> None:
         self.config, self.policy, self.rows, self.micro_batch = config, policy, rows, micro_batch
         self.objective: Any = config.objective
-        if isinstance(self.objective, RewardGradient) and self.objective.frames == "random":
+        if isinstance(self.objective, RewardGradient | SRPO) and self.objective.frames == "random":
             self.objective = replace(self.objective, frames="last")  # whose decoding takes most latents
         rng = fake_randomness(rows, fake_mode_of(policy.weights.net))
         held = (SingleProcess(), self.objective.make_state())

@@ -46,6 +46,8 @@ def find_gpu(name: str) -> GpuPreset:
     """Return the GPU of a name; case does not matter."""
     preset = GPU_PRESETS.get(name.lower())
     if preset is None:
-        known = f"expected one of {', '.join(GPU_PRESETS)}, or --gpu-gib with its memory"
-        raise ConfigError(f"--gpu: there is no '{name:.60}'{suggest_name(name, GPU_PRESETS)}; {known} [TM661]")
+        raise ConfigError(
+            f"--gpu: unknown GPU '{name:.60}'{suggest_name(name, GPU_PRESETS)}; or give its memory with --gpu-gib "
+            "[TM661]"
+        )
     return preset

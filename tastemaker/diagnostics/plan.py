@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ LORA_SHARE = 0.02  # rough share of weights that LoRA trains
 RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that FSDP is suggested for
 MIN_FRAMES = 4  # of videos that are suggested to be shortened
 Saving = tuple[str, float]  # overrides, and the total memory with them and all before
+EstimateFn = Callable[[RunConfig, int], "ResourceEstimate"]
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,16 @@ def estimate_any(config: RunConfig | AutoencoderRunConfig, world_size: int = 1) 
 
 
 def suggest_any_savings(
-    config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int, gpu_bytes: float
+    config: RunConfig | AutoencoderRunConfig,
+    estimate: ResourceEstimate,
+    world_size: int,
+    gpu_bytes: float,
+    estimate_fn: EstimateFn | None = None,
 ) -> Iterator[Saving]:
     """Settings of a generator's or an autoencoder's run that save memory, the cheapest first."""
     if isinstance(config, AutoencoderRunConfig):
         return suggest_autoencoder_savings(config, world_size)
-    return suggest_savings(config, estimate, world_size, gpu_bytes)
+    return suggest_savings(config, estimate, world_size, gpu_bytes, estimate_fn)
 
 
 def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstimate:
@@ -170,16 +175,21 @@ def _reward_bytes(config: RunConfig) -> float:
 
 
 def suggest_savings(
-    config: RunConfig, estimate: ResourceEstimate, world_size: int, gpu_bytes: float
+    config: RunConfig,
+    estimate: ResourceEstimate,
+    world_size: int,
+    gpu_bytes: float,
+    estimate_fn: EstimateFn | None = None,
 ) -> Iterator[Saving]:
-    """Settings that save memory, the cheapest first; each is estimated when it is asked for."""
+    """Settings that save memory, the cheapest first; each is estimated when it is asked for, by `estimate_fn`."""
     engine, optim, batch = config.engine, config.optim, config.batch
+    estimate_fn = estimate_fn or estimate_resources
     if engine.strategy == "replicated" and world_size > 1:
         estimate = _shard(estimate, world_size)
         yield "engine.strategy=fsdp", estimate.total
     if engine.activation_memory == "keep":
         config = replace(config, engine=replace(engine, activation_memory="checkpoint"))
-        estimate = _with_activations_of(estimate, estimate_resources(config, world_size))
+        estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
         yield "engine.activation_memory=checkpoint", estimate.total
     if engine.param_dtype == "fp32" and engine.precision == "bf16" and not config.tuning.is_adapter:
         estimate = replace(estimate, weights=estimate.weights / 2, gradients=estimate.gradients / 2)
@@ -190,7 +200,7 @@ def suggest_savings(
         yield "optim.state_dtype=int8", estimate.total
     if (batch.micro_batch_size or batch.prompts) > 1:
         config = replace(config, batch=replace(batch, micro_batch_size=1, rollout_batch_size=1))
-        estimate = _with_activations_of(estimate, estimate_resources(config, world_size))
+        estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
         yield "batch.micro_batch_size=1 batch.rollout_batch_size=1", estimate.total
     if isinstance(config.objective, SRPO) and config.objective.batch_branches and len(config.objective.branches) > 1:
         estimate = replace(estimate, update_activations=estimate.update_activations / 2)
@@ -200,7 +210,7 @@ def suggest_savings(
         estimate = replace(estimate, gradients=gradients, optimizer_state=state, snapshots=0.0)
         yield "'tuning={type: lora}' optim.lr=1e-4 (approximate)", estimate.total
     if (fewer := _with_fewer_frames(config)) is not None:
-        estimate = _with_activations_of(estimate, estimate_resources(fewer, world_size))
+        estimate = _with_activations_of(estimate, estimate_fn(fewer, world_size))
         yield f"model.frames={fewer.model.frames}", estimate.total
     if world_size == 1:
         ranks = next((n for n in RANK_COUNTS if _shard(estimate, n).total <= gpu_bytes), RANK_COUNTS[-1])

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-from rich.table import Table
 
 from ..config.build import build, make_tiny
 from ..config.schema import RunConfig
+from ..console import ProgressBar, Table, make_console
 from ..core import output_paths
 from ..core.objective import Comm
 from ..core.randomness import Randomness
@@ -79,9 +78,12 @@ def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: 
     """Return a benchmark by name, with `count` samples for each of its first `prompts` prompts."""
     known = [*BENCHMARKS, "geneval"]
     if name not in known:
-        raise ConfigError(f"there is no benchmark '{name:.60}'; expected one of {', '.join(known)} [TM588]")
+        raise ConfigError(f"evaluate: unknown benchmark '{name:.60}'; expected one of {', '.join(known)} [TM588]")
     if metadata is not None and name != "geneval":
-        raise ConfigError(f"--metadata: {name} has its own prompts; only geneval takes others [TM589]")
+        raise ConfigError(
+            f"--metadata: the benchmark {name} has its own prompts; remove --metadata, which works with geneval only "
+            "[TM589]"
+        )
     default = GENEVAL_SIZE if name == "geneval" else DEFAULT_SIZE
     size = default[0] if prompts is None else prompts, default[1] if count is None else count
     try:
@@ -116,7 +118,8 @@ def evaluate_model(
     """Run all stages of an evaluation with progress bars, print its table, and return the report."""
     if options.benchmark.video and config.model.frames == 1:
         raise ConfigError(
-            f"{options.benchmark.name} needs videos, but the model generates images; name another [TM591]"
+            f"evaluate: the benchmark {options.benchmark.name} needs videos, but the model generates images; "
+            "choose another benchmark, or a video model [TM591]"
         )
     output_paths.check_output_directory(out)
     # Every rank generates samples by itself.
@@ -193,10 +196,14 @@ def score_folder(
     """Score a folder of images in the layout of GenEval's scripts, on one or several ranks. Resumes if interrupted."""
     if images is None:
         raise ConfigError(
-            "there is nothing to evaluate; name a recipe or a run by --model, or a folder by --images [TM592]"
+            "evaluate: no model and no images were given; give a recipe or run directory with --model, or a "
+            "folder with --images [TM592]"
         )
     if benchmark.name != "geneval":
-        raise ConfigError(f"--images: {benchmark.name} generates its own samples; only geneval scores a folder [TM593]")
+        raise ConfigError(
+            f"--images: the benchmark {benchmark.name} generates its own samples; remove --images, which works with "
+            "geneval only [TM593]"
+        )
     out = output_paths.check_output_directory(out or Path("evaluations") / f"geneval-{images.resolve().name}")
     files = find_images(benchmark, images)
     comm, initialized = distributed.init_process_group(placement.device)
@@ -220,17 +227,14 @@ def run_stages(
     progress_note: ProgressNote | None = None,
 ) -> dict[str, Any]:
     """Run the stages with progress bars, then print and return the report. Only rank 0 prints."""
-    console = console if workers.rank == 0 else Console(quiet=True)
-    columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*(columns if progress_note else ()), console=console) as progress:
-        tasks: dict[str, TaskID] = {}
+    console = console if workers.rank == 0 else make_console(quiet=True)
+    with ProgressBar(console) as progress:
+        current = ""
         for stage in stages:
-            if stage.stage not in tasks:
-                for task in tasks.values():
-                    progress.update(task, note="")
-                tasks[stage.stage] = progress.add_task(stage.stage, total=stage.total, note="")
-            note = progress_note(stage) if progress_note else ""
-            progress.update(tasks[stage.stage], completed=stage.completed, note=note)
+            if stage.stage != current:
+                current, first = stage.stage, stage.completed
+                progress.start(stage.stage, stage.total, first, "" if stage.stage == "report" else "samples")
+            progress.update(stage.completed, progress_note(stage) if progress_note else "")
     report: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
     console.print(report_table(report))
     console.print(f"the report is {out / REPORT}; samples and scores are in the same folder")

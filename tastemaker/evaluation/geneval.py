@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ..config.validate import build_component
 from ..config.yaml_io import parse_yaml
+from ..console import BYTES, ProgressBar
 from ..core.registry import ConfigError
 from ..core.reward import RewardSpec
 from ..core.types import Metadata, Placement, Prompts
@@ -55,8 +55,8 @@ def geneval(
     """Return the first `count` prompts, published or from a metadata file, as a benchmark."""
     if count < 1 or samples_per_prompt < 1:
         raise ValueError(
-            f"GenEval got {count} prompts and {samples_per_prompt} samples per prompt; expected at least 1 and 1"
-            " [TM603]"
+            f"GenEval: expected at least 1 prompt and 1 sample per prompt, got {count} prompts and "
+            f"{samples_per_prompt} samples per prompt; use higher numbers [TM603]"
         )
     rows = (read_metadata(metadata) if metadata else published_prompts())[:count]
     return Benchmark(
@@ -77,9 +77,9 @@ def published_prompts() -> tuple[Metadata, ...]:
     md5 = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
     if md5 != METADATA_MD5:
         raise ConfigError(
-            f"the regenerated prompts have the MD5 {md5}, the published ones {METADATA_MD5}, because this NumPy draws "
-            f"other random numbers; download {METADATA_URL} and give it with --metadata"
-            " [TM604]"
+            f"GenEval: the regenerated prompts have the MD5 {md5}, but the published prompts have {METADATA_MD5}, "
+            f"because this version of NumPy draws different random numbers; download {METADATA_URL} and give the "
+            "file with --metadata [TM604]"
         )
     return tuple(json.loads(line) for line in text.splitlines())
 
@@ -139,16 +139,17 @@ def read_metadata(path: Path) -> tuple[Metadata, ...]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as one JSON mapping a line ({error}); check the path [TM605]"
+            f"--metadata: {path} cannot be read as one JSON object per line ({error}); check the path and the "
+            "file [TM605]"
         ) from error
     if not rows:
-        raise ConfigError(f"{path} holds no prompts; expected GenEval's {METADATA} [TM606]")
+        raise ConfigError(f"--metadata: {path} does not contain prompts; give GenEval's file {METADATA} [TM606]")
     return tuple(_check_row(row, f"{path}, line {number}") for number, row in enumerate(rows, 1))
 
 
 def _check_row(row: Any, where: str) -> Metadata:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise ConfigError(f"{where}: has no 'prompt'; expected a mapping as in GenEval's {METADATA} [TM607]")
+        raise ConfigError(f"{where}: 'prompt' is missing; write an object as in GenEval's file {METADATA} [TM607]")
     validate_metadata(row, where)
     return row
 
@@ -159,7 +160,9 @@ def _check_row(row: Any, where: str) -> Metadata:
 def find_images(benchmark: Benchmark, folder: Path) -> list[Path]:
     """List the images in the layout of GenEval's scripts, ordered by prompt. None may be missing or left over."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on [TM608]")
+        raise ConfigError(
+            f"--images: {folder} is not a folder; give a folder with the subfolders 00000, 00001 and so on [TM608]"
+        )
     existing = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
     expected = [f"{prompt:05d}" for prompt in range(len(benchmark))]
     missing = [name for name in expected if name not in existing]
@@ -173,7 +176,8 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
     metadata_file, samples = folder / "metadata.jsonl", folder / "samples"
     if not metadata_file.is_file() or not samples.is_dir():
         raise ConfigError(
-            f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them [TM609]"
+            f"--images: {folder} does not contain both metadata.jsonl and samples/; write the images as GenEval's "
+            "scripts do [TM609]"
         )
     try:  # one JSON mapping, on several lines as in Image-Generation-CoT, or one a line
         metadata = _check_row(json.loads(metadata_file.read_text(encoding="utf-8")), f"{metadata_file}")
@@ -181,9 +185,8 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
         metadata = read_metadata(metadata_file)[0]
     if metadata != benchmark.metadata[prompt]:
         raise ConfigError(
-            f"{metadata_file} asks for '{metadata['prompt']:.80}', but prompt {prompt} is "
-            f"'{benchmark.prompts[prompt]:.80}'; give the {METADATA} of the images with --metadata"
-            " [TM610]"
+            f"{metadata_file} has the prompt '{metadata['prompt']:.80}', but prompt {prompt} is "
+            f"'{benchmark.prompts[prompt]:.80}'; give the {METADATA} of these images with --metadata [TM610]"
         )
     files = sorted(path for path in samples.iterdir() if not path.name.startswith("."))
     extra = [path.name for path in files if not IMAGE_NAME.fullmatch(path.name)]
@@ -195,12 +198,11 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
 
 
 def _check_complete(folder: Path, missing: Sequence[str], extra: Sequence[str], what: str) -> None:
-    for names, verb in ((missing, "lacks"), (extra, "has too many:")):
+    for names, verb in ((missing, "lacks"), (extra, "should not have")):
         if names:
             raise ConfigError(
-                f"{folder} {verb} {len(names)} {what}, {names[0]} the first; complete it, or describe it with "
-                "--num-prompts, --count and --metadata"
-                " [TM611]"
+                f"--images: {folder} {verb} {len(names)} {what}, the first is {names[0]}; complete the folder, or "
+                "set --num-prompts, --count and --metadata to what it contains [TM611]"
             )
 
 
@@ -243,7 +245,8 @@ def parse_detector(detector: str, *, self_test: bool) -> GenevalReward:
     )
     if not isinstance(spec, GenevalReward):
         raise ConfigError(
-            f"--detector: found '{detector:.60}'; expected settings of GenEval's, as {{threshold: 0.4}} [TM612]"
+            f"--detector: expected settings of the geneval reward, got '{detector:.60}'; give for example "
+            "--detector '{threshold: 0.4}' [TM612]"
         )
     return replace(spec, self_test=spec.self_test and self_test)
 
@@ -342,9 +345,8 @@ def fetch_verified(file: PublishedFile, console: Console) -> Path:
     except OSError as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DownloadError(
-            f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy "
-            f"the file to {file.path}, or give its path: --detector, or `weights:` of the reward"
-            " [TM613]"
+            f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy the "
+            f"file to {file.path}. To use another path, set --detector or the `weights:` of the reward [TM613]"
         ) from error
     try:
         file.verify(partial)
@@ -359,12 +361,12 @@ def _fetch(file: PublishedFile, partial: Path, console: Console) -> None:
     offset = partial.stat().st_size if partial.is_file() else 0
     request = urllib.request.Request(file.url, headers={"Range": f"bytes={offset}-"} if offset else {})
     response: HTTPResponse
-    with urllib.request.urlopen(request, timeout=60) as response, Progress(console=console) as progress:
+    with urllib.request.urlopen(request, timeout=60) as response, ProgressBar(console) as progress:
         resumed = bool(offset and response.status == 206)
         offset = offset if resumed else 0
         total = int(response.headers.get("Content-Length", 0)) + offset
-        bar = progress.add_task(file.name, total=total or None, completed=offset)
+        progress.start(file.name, total or None, offset, BYTES)
         with partial.open("ab" if resumed else "wb") as out:
             while chunk := response.read(CHUNK):
                 out.write(chunk)
-                progress.update(bar, advance=len(chunk))
+                progress.advance(len(chunk))

@@ -106,11 +106,12 @@ def validate_metadata(metadata: Metadata, where: str) -> None:
     for entries in (include, exclude):
         if not isinstance(entries, list | tuple) or not all(isinstance(entry, Mapping) for entry in entries):
             raise ConfigError(
-                f"{where}: objects are {entries!s:.60}; expected a list of mappings with 'class' and 'count' [TM614]"
+                f"{where}: expected a list of objects with 'class' and 'count', got {entries!s:.60}; correct the "
+                "metadata [TM614]"
             )
     if not isinstance(metadata.get("tag"), str) or not (include or exclude):
         raise ConfigError(
-            f"{where}: metadata have no 'tag' or no 'include'; expected those of GenEval's layout [TM615]"
+            f"{where}: 'tag' or 'include' is missing in the metadata; write metadata as GenEval does [TM615]"
         )
     for entry in (*include, *exclude):
         _validate_object(entry, where)
@@ -122,11 +123,18 @@ def validate_metadata(metadata: Metadata, where: str) -> None:
 def _validate_object(entry: Mapping[str, Any], where: str) -> None:
     name, count, color = entry.get("class"), entry.get("count"), entry.get("color", COLORS[0])
     if name not in CLASSES:
-        raise ConfigError(f"{where}: GenEval knows no class '{name!s:.60}'{suggest_name(str(name), CLASSES)} [TM616]")
+        raise ConfigError(
+            f"{where}: GenEval does not have the class '{name!s:.60}'{suggest_name(str(name), CLASSES)} [TM616]"
+        )
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"{where}: the count of '{name}' is {count!s:.20}; expected a whole number from 1 [TM617]")
+        raise ConfigError(
+            f"{where}: expected an integer of at least 1 as the count of '{name}', got {count!s:.20}; correct the "
+            "count [TM617]"
+        )
     if color not in COLORS:
-        raise ConfigError(f"{where}: GenEval knows no color '{color!s:.60}'{suggest_name(str(color), COLORS)} [TM618]")
+        raise ConfigError(
+            f"{where}: GenEval does not have the color '{color!s:.60}'{suggest_name(str(color), COLORS)} [TM618]"
+        )
 
 
 def _validate_position(entry: Mapping[str, Any], index: int, where: str) -> None:
@@ -134,9 +142,8 @@ def _validate_position(entry: Mapping[str, Any], index: int, where: str) -> None
     is_pair = isinstance(position, list | tuple) and len(position) == 2
     if not is_pair or position[0] not in RELATIONS or not isinstance(position[1], int) or not 0 <= position[1] < index:
         raise ConfigError(
-            f"{where}: the position of '{entry['class']}' is {position!s:.60}; expected one of {', '.join(RELATIONS)}, "
-            "and the number of an object before it"
-            " [TM619]"
+            f"{where}: expected one of {', '.join(RELATIONS)} and the index of an earlier object as the position "
+            f"of '{entry['class']}', got {position!s:.60}; correct the position [TM619]"
         )
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..console import Table, make_console, track
 from ..core import output_paths
 from ..core.registry import ConfigError
 from ..data.cifar10 import is_cifar10, load_cifar10
@@ -38,20 +37,28 @@ def load_image_set(path: Path, split: str = "train") -> Tensor:
     if path.suffix == ".npz":
         return read_npz(path)
     if not path.is_dir():
-        raise ConfigError(f"there is nothing at {path}; expected an .npz of samples, or a folder of images [TM620]")
+        raise ConfigError(
+            f"the path {path} does not exist; give an .npz file of samples, or a folder of images [TM620]"
+        )
     if is_cifar10(path):
         return load_cifar10(path, split).pixels.movedim(1, -1)
     files = sorted(
         file for file in path.rglob("*") if file.suffix.lower() in IMAGE_FORMATS and file.name not in GRID_FILES
     )
     if not files:
-        raise ConfigError(f"{path}: there are no images; expected files that end in {', '.join(IMAGE_FORMATS)} [TM621]")
-    images = [torch.from_numpy(to_uint8(read_image(file))[0]) for file in track(files, "reading", transient=True)]
+        raise ConfigError(
+            f"{path}: the folder does not contain images; add files that end in {', '.join(IMAGE_FORMATS)}, or "
+            "correct the path [TM621]"
+        )
+    images = [
+        torch.from_numpy(to_uint8(read_image(file))[0])
+        for file in track(files, "reading", make_console(stderr=True), "images")
+    ]
     for file, image in zip(files, images, strict=True):
         if image.shape != images[0].shape:
             sizes = [f"{x.shape[1]}x{x.shape[0]}" for x in (image, images[0])]
             raise ConfigError(
-                f"{file} has {sizes[0]} pixels, {files[0]} has {sizes[1]}; resize them to one size [TM622]"
+                f"{file} has {sizes[0]} pixels, but {files[0]} has {sizes[1]}; resize all images to one size [TM622]"
             )
     return torch.stack(images)
 
@@ -63,10 +70,13 @@ def read_npz(path: Path) -> Tensor:
             images = file["arr_0"]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{path} holds no samples ({error}); expected `arr_0` of bytes [N, H, W, 3] [TM623]"
+            f"{path} does not contain samples ({error}); give an .npz file with the array `arr_0`, uint8 [N, H, "
+            "W, 3] [TM623]"
         ) from error
     if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8:
-        raise ConfigError(f"{path}: arr_0 is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W, 3] [TM624]")
+        raise ConfigError(
+            f"{path}: arr_0 is {images.dtype} {list(images.shape)}; save it as uint8 [N, H, W, 3] [TM624]"
+        )
     return torch.from_numpy(images)
 
 
@@ -82,7 +92,7 @@ def pack_images(folder: Path, out: Path, console: Console) -> Path:
 
 def extract_with_progress(images: Tensor, extractor: FeatureExtractor, console: Console) -> ExtractedFeatures:
     """Features of bytes [N, H, W, 3]."""
-    batches = track(torch.split(images, BATCH_SIZE), "extracting features", console=console)
+    batches = track(torch.split(images, BATCH_SIZE), "extracting features", console, "batches")
     return extract_features((batch.movedim(-1, 1).float() / 255 for batch in batches), extractor)
 
 
@@ -116,7 +126,8 @@ class ReferenceStatistics:
     def save(self, path: Path) -> None:
         tensors = {"mean": self.mean, "covariance": self.covariance, "features": self.features}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, {"label": json.dumps(asdict(self.label))})
+        with output_paths.replace_file(path) as partial:
+            save_file(tensors, partial, {"label": json.dumps(asdict(self.label))})
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,8 @@ def load_reference(path: Path) -> ReferenceStatistics:
             return ReferenceStatistics(label, *(file.get_tensor(key) for key in ("mean", "covariance", "features")))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no labelled reference ({type(error).__name__}); make one with `tastemaker reference` [TM625]"
+            f"{path} is not a reference with a label ({type(error).__name__}); make a reference with `tastemaker "
+            "reference` [TM625]"
         ) from error
 
 
@@ -148,13 +160,13 @@ def make_reference(
     adm_statistics = read_adm_statistics(source) if source.suffix == ".npz" else None
     if adm_statistics is not None and not description.count:
         raise ConfigError(
-            f"{source} has statistics of more images than it contains, but not of how many; give --num-images, "
-            "which is 1281167 for the train split of ImageNet"
-            " [TM626]"
+            f"--num-images: {source} has statistics of more images than it contains, but does not say of how "
+            "many; give --num-images (1281167 for the train split of ImageNet) [TM626]"
         )
     if adm_statistics is None and description.count:
         raise ConfigError(
-            f"--num-images is {description.count}, but {source} has no statistics; leave --num-images out [TM627]"
+            f"--num-images: got {description.count}, but {source} does not have statistics; leave --num-images "
+            "out [TM627]"
         )
     images = load_image_set(source, description.split)
     if description.max_images:
@@ -179,7 +191,7 @@ def read_adm_statistics(path: Path) -> tuple[Tensor, Tensor] | None:
         with np.load(path, allow_pickle=False) as file:
             arrays = [torch.from_numpy(file[key]).double() for key in ("mu", "sigma") if key in file]
     except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); download it again [TM628]") from error
+        raise ConfigError(f"{path} cannot be read ({error}); download the file again [TM628]") from error
     return (arrays[0], arrays[1]) if len(arrays) == 2 else None
 
 
@@ -190,15 +202,15 @@ def use_adm_statistics(
     mean, covariance = statistics
     if (mean.shape, covariance.shape) != (reference.mean.shape, reference.covariance.shape):
         raise ConfigError(
-            f"{source} has statistics of {len(mean)} features, this network has {len(reference.mean)}; give another"
-            " [TM629]"
+            f"{source} has statistics of {len(mean)} features, but this network has {len(reference.mean)} "
+            "features; use the network that the statistics were made with [TM629]"
         )
     distance, variance = float((mean - reference.mean).square().sum()), float(covariance.trace())
     if distance > variance * (MEAN_TOLERANCE + 4 / len(reference.features)):
         raise ConfigError(
-            f"{source}: with this network the mean of its images is {distance:.3g} away from its published mean, which "
-            f"is too far for a variance of {variance:.3g}; give the Inception that the statistics were made with"
-            " [TM630]"
+            f"{source}: with this network, the mean of the images is {distance:.3g} away from the published mean, "
+            f"which is too far for a variance of {variance:.3g}; use the Inception network that the statistics "
+            "were made with [TM630]"
         )
     return replace(reference, mean=mean, covariance=covariance, label=replace(reference.label, count=count))
 
@@ -221,24 +233,27 @@ def compare_to_reference(
     for key, option in (("name", "--name"), ("split", "--split"), ("count", "--num-images")):
         if getattr(expected, key) not in ("", 0, getattr(label, key)):
             raise ConfigError(
-                f"{option} is {getattr(expected, key)}, but {path} is {label}; give another reference [TM631]"
+                f"{option}: got {getattr(expected, key)}, but the reference {path} is {label}; give another "
+                f"reference, or change {option} [TM631]"
             )
     for key in ("network", "preprocessing"):
         before, now = getattr(label, key), getattr(extractor, key)
         if before != now:
             raise ConfigError(
-                f"{path} was made with another {key} ({before}, now {now}); make it again with this one [TM632]"
+                f"{path} was made with another {key} ({before}, now {now}); make the reference again with "
+                "`tastemaker reference` [TM632]"
             )
     images = load_image_set(samples)
     if images.shape[1] != label.side:
         raise ConfigError(
-            f"{samples} is {images.shape[1]} pixels high, but {path} is {label}; compare images of one size [TM633]"
+            f"{samples} is {images.shape[1]} pixels high, but the reference {path} is {label}; compare images of "
+            "the same size [TM633]"
         )
     if len(images) <= len(reference.mean) and not allow_few:
         raise ConfigError(
-            f"there are {len(images)} samples for {len(reference.mean)} features, too few to estimate a covariance; "
-            "give more samples, or --allow-few-samples for numbers that cannot be compared with published ones"
-            " [TM634]"
+            f"FID: {len(images)} samples for {len(reference.mean)} features are too few to estimate a covariance; "
+            "give more samples, or add --allow-few-samples if the numbers need not be comparable with published "
+            "ones [TM634]"
         )
     result = {"samples": str(samples), "reference": str(label), "preprocessing": label.preprocessing}
     metrics = compute_metrics(extract_with_progress(images, extractor, console), reference)

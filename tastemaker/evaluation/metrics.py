@@ -17,7 +17,9 @@ def diversity(groups: Tensor) -> float:
     flat = groups.flatten(2).double()
     count = flat.shape[1]
     if count < 2:
-        raise ValueError(f"there is {count} image per prompt; diversity needs at least two [TM635]")
+        raise ValueError(
+            f"diversity needs at least two images per prompt, got {count}; generate more samples per prompt [TM635]"
+        )
     distances = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, S, S]
     return float((distances.sum((1, 2)) / (count * (count - 1))).mean())
 
@@ -32,7 +34,8 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
     """Frechet distance between Gaussians fitted to features [N, C] and [M, C] (Heusel et al. 2017)."""
     if min(len(a), len(b)) < 2:
         raise ValueError(
-            f"there are {len(a)} and {len(b)} images; a Frechet distance needs at least two of each [TM636]"
+            f"Frechet distance: expected at least two images on each side, got {len(a)} and {len(b)}; add more "
+            "images [TM636]"
         )
     return frechet_distance_from_moments(*feature_moments(a), *feature_moments(b))
 
@@ -55,7 +58,8 @@ def kernel_distance(a: Tensor, b: Tensor, subsets: int = 100, size: int = 1000) 
     size = min(size, len(a), len(b))
     if size < 2:
         raise ValueError(
-            f"there are {len(a)} and {len(b)} images; a kernel distance needs at least two of each [TM637]"
+            f"kernel distance: expected at least two images on each side, got {len(a)} and {len(b)}; add more "
+            "images [TM637]"
         )
     generator = torch.Generator().manual_seed(0)
     distances = []
@@ -81,7 +85,8 @@ def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, flo
     """Inception score (Salimans et al. 2016) of class probabilities [N, classes]: mean and deviation over splits."""
     if len(probabilities) < splits:
         raise ValueError(
-            f"there are {len(probabilities)} images; an Inception score in {splits} splits needs more [TM638]"
+            f"Inception score: expected at least {splits} images for {splits} splits, got {len(probabilities)}; "
+            "add more images, or use fewer splits [TM638]"
         )
     scores = []
     for part in probabilities.double().tensor_split(splits):
@@ -98,9 +103,8 @@ def precision_recall(
     """Improved precision and recall (Kynkaanniemi et al. 2019) of features [N, C] and [M, C]."""
     if min(len(real), len(generated)) <= num_neighbors:
         raise ValueError(
-            f"there are {len(real)} real and {len(generated)} generated images; "
-            f"expected more than {num_neighbors} of each"
-            " [TM639]"
+            f"precision and recall: expected more than {num_neighbors} images on each side, got {len(real)} real "
+            f"and {len(generated)} generated images; add more images [TM639]"
         )
     precision = _manifold_coverage(generated, real, num_neighbors, chunk_size)
     return precision, _manifold_coverage(real, generated, num_neighbors, chunk_size)

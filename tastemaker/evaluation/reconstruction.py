@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 from ..autoencoders.lpips import VGG16
 from ..config.load import load_any_config
 from ..config.schema import AutoencoderRunConfig
+from ..console import ProgressBar, Table
 from ..core import output_paths
 from ..core.autoencoder import as_autoencoder
 from ..core.registry import ConfigError
@@ -59,8 +58,8 @@ def reconstruct_images(options: ReconstructionOptions, placement: Placement, con
     rows = read_scores(options)
     pending = [file for file in files if _name(file, options) not in rows]
     skipped, stride = SkippedFiles(options.max_unreadable), as_autoencoder(net).stride
-    with (options.out / SCORES).open("a", encoding="utf-8") as scores, Progress(console=console) as progress:
-        task = progress.add_task("reconstructing", total=len(files), completed=len(files) - len(pending))
+    with (options.out / SCORES).open("a", encoding="utf-8") as scores, ProgressBar(console) as progress:
+        progress.start("reconstructing", len(files), len(files) - len(pending), "images")
         for batch in iterate_same_size_batches(pending, options, stride, skipped, progress.console):
             try:
                 for row in reconstruct_batch(net, evaluator, batch, options, placement):
@@ -70,11 +69,13 @@ def reconstruct_images(options: ReconstructionOptions, placement: Placement, con
                 raise
             except ValueError as error:  # the network fails on the size, such as a norm of a single latent
                 for file, _ in batch:
-                    text = f"{file} cannot be reconstructed at this size ({error!s:.200}); enlarge it with --size"
+                    text = (
+                        f"{file} cannot be reconstructed at this size ({error!s:.200}); enlarge the images with --size"
+                    )
                     skipped.add(text, error, progress.console)
             scores.flush()
-            progress.advance(task, len(batch))
-        progress.update(task, completed=len(files))
+            progress.advance(len(batch))
+        progress.update(len(files))
     ordered = [rows[name] for file in files if (name := _name(file, options)) in rows]
     write_scores(options, ordered)
     missing = [sentence for sentence in evaluator.missing if sentence.startswith("LPIPS")]
@@ -92,20 +93,24 @@ def load_any_autoencoder(name: str, placement: Placement) -> nn.Module:
         return load_autoencoder(name, placement)
     config = load_any_config(name)
     if not isinstance(config, AutoencoderRunConfig):
-        raise ConfigError(f"--model: {name:.200} trains no autoencoder; name one with an `autoencoder:` [TM640]")
+        raise ConfigError(
+            f"--model: {name:.200} does not train an autoencoder; give a configuration with a section `autoencoder:` "
+            "[TM640]"
+        )
     return config.autoencoder.load(placement).requires_grad_(False).eval()
 
 
 def find_image_files(folder: Path, out: Path) -> list[Path]:
     """List all images below a folder except those in `out`. Of CelebA-HQ, only the faces."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; expected one with images in it, at any depth [TM641]")
+        raise ConfigError(f"{folder}: no such folder; give a folder with images, at any depth [TM641]")
     root = folder / CELEBA_HQ_FOLDER if (folder / CELEBA_HQ_FOLDER).is_dir() else folder
     candidates = [path for path in root.rglob("*") if path.suffix.lower() in IMAGE_FORMATS and path.is_file()]
     files = sorted(file for file in candidates if out not in file.parents and not file.name.startswith("."))
     if not files:
         raise ConfigError(
-            f"{folder}: there are no images; expected files that end in {', '.join(IMAGE_FORMATS)} [TM642]"
+            f"{folder}: the folder does not contain images; add files that end in {', '.join(IMAGE_FORMATS)}, or "
+            "correct the path [TM642]"
         )
     return files
 
@@ -167,7 +172,10 @@ def crop_for_autoencoder(pixels: Tensor, size: int, stride: int, file: Path) -> 
         return center_crop(pixels, size)
     height, width = (side - side % stride for side in pixels.shape[-2:])
     if not height or not width:
-        raise ImageError(f"{file} is smaller than the {stride} pixels of one latent; enlarge it with --size [TM643]")
+        raise ImageError(
+            f"{file} is smaller than one latent, which covers {stride}x{stride} pixels; enlarge the images with "
+            "--size [TM643]"
+        )
     top, left = (pixels.shape[-2] - height) // 2, (pixels.shape[-1] - width) // 2
     return pixels[:, top : top + height, left : left + width]
 

@@ -18,6 +18,7 @@ from ..config.load import load_any_config
 from ..config.schema import RunConfig
 from ..config.yaml_io import render_yaml
 from ..core.model_spec import DiffusersConversion, PipelineLayout
+from ..core.output_paths import replace_directory
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models.pretrained import select_needed_files
@@ -66,9 +67,8 @@ def copy_other_components(base: Path, layout: PipelineLayout, folder: Path) -> N
         index = json.loads((base / INDEX_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{base} has no readable {INDEX_FILE}, so the pipeline's other components are unknown; "
-            "add --network-only to leave them out"
-            " [TM662]"
+            f"{base} does not have a readable {INDEX_FILE}, so the other components of the pipeline are unknown; "
+            "add --network-only to export the network without them [TM662]"
         ) from error
     components = [name for name, entry in index.items() if isinstance(entry, list) and name not in layout.components]
     for component in components:
@@ -102,25 +102,25 @@ def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
 
     if options.layout != "diffusers":
         raise ConfigError(
-            f"--layout: {options.layout} does not know this model; give diffusers, or leave it out [TM663]"
+            f"--layout: {options.layout} does not support this model; use --layout diffusers, or remove --layout "
+            "[TM663]"
         )
     config = load_any_config(options.run_dir / CONFIG_FILE, CPU_OVERRIDES)
     step_dir = checkpoint.latest_checkpoint(options.run_dir)
     if step_dir is None or not isinstance(config, RunConfig) or not config.model.converts_to_diffusers:
-        raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run [TM664]")
+        raise ConfigError(
+            f"{options.run_dir} has no checkpoint to export; give a run directory with a checkpoint [TM664]"
+        )
     tensors, chosen = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
     conversion = config.model.to_diffusers({key: x.detach().to(options.dtype) for key, x in tensors.items()})
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     with torch.device("meta"):
         net = getattr(diffusers, conversion.model_class)(**conversion.config)
-    save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
-    notes = [] if options.network_only else write_pipeline_components(config, conversion, partial, options.dtype)
-    notes += [conversion.differences] if conversion.differences else []
-    (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
-    (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")
-    partial.replace(options.out)
+    with replace_directory(options.out) as partial:
+        save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
+        notes = [] if options.network_only else write_pipeline_components(config, conversion, partial, options.dtype)
+        notes += [conversion.differences] if conversion.differences else []
+        (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
+        (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")
     console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -142,7 +142,7 @@ def write_pipeline_components(
         make_scheduler(scheduler, path, {}).save_pretrained(out / SCHEDULER)
     if not isinstance(net, DiffusersVae):
         codec = f"autoencoder {conversion.autoencoder}" if conversion.autoencoder else "downsampled pixel space"
-        return [f"diffusers does not know the {codec}, so the folder has no {VAE}"]
+        return [f"diffusers does not support the {codec}, so the folder {VAE} was not written"]
     net.std /= conversion.scaling_factor  # pipelines and the exported recipe have both factors as one number
     shifts_latents = bool(net.mean.any())
     net.export(out / VAE, dtype)

@@ -19,6 +19,7 @@ from ..config.registries import MODELS
 from ..config.schema import RunConfig
 from ..core.lora import Lora, LoraWeights
 from ..core.model_spec import PipelineLayout
+from ..core.output_paths import replace_directory
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..core.weights import Weights
@@ -70,23 +71,21 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
         return
     if options.out.suffix == ".safetensors":
         raise ConfigError(
-            f"--out: '{options.out}' is named as a file; give a folder, which also holds a model card [TM665]"
+            f"--out: '{options.out}' is the name of a file; give the name of a folder, because a model card is "
+            "written as well [TM665]"
         )
     if options.out.exists():
-        raise ConfigError(f"--out: {options.out} exists already; name a new folder, or remove it [TM666]")
+        raise ConfigError(f"--out: {options.out} exists already; give a new folder, or remove this one [TM666]")
     if diffusers_pipeline.is_dit_run(options.run_dir):
         diffusers_pipeline.export_dit_pipeline(options, console)
         return
     trained = load_trained_generator(options)
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     write = {"diffusers": write_diffusers, "comfyui": write_comfyui, "authors": write_original_layout}[options.layout]
-    usage = write(options, trained, partial)
-    card = collect_card_data(options, trained, read_run(options.run_dir), usage)
-    (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
-    shutil.copyfile(options.run_dir / CONFIG_FILE, partial / RECIPE_FILE)
-    partial.replace(options.out)
+    with replace_directory(options.out) as partial:
+        usage = write(options, trained, partial)
+        card = collect_card_data(options, trained, read_run(options.run_dir), usage)
+        (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
+        shutil.copyfile(options.run_dir / CONFIG_FILE, partial / RECIPE_FILE)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file()) / 1e6
     text = f"{options.out}: {trained.weights_name} weights of {trained.checkpoint.name}, {size:.1f} MB"
     console.print(text, highlight=False)
@@ -97,15 +96,15 @@ def load_trained_generator(options: GeneratorExport) -> TrainedGenerator:
     config, layout, step_dir = find_checkpoint(options.run_dir)
     model_name, is_lora = type(config.model).__name__, isinstance(config.tuning, Lora)
     if options.layout != "authors" and not layout.pipeline_class:
-        raise ConfigError(f"--layout: {options.layout} does not know {model_name}; give authors [TM667]")
+        raise ConfigError(f"--layout: {options.layout} does not support {model_name}; give authors [TM667]")
     if options.layout == "comfyui" and not layout.comfyui_lora_prefix and layout.pipeline_class:
-        raise ConfigError(f"--layout: ComfyUI's names for {model_name} are unknown; give diffusers [TM668]")
+        raise ConfigError(f"--layout: ComfyUI's names for {model_name} are unknown; use --layout diffusers [TM668]")
     if options.merge and not is_lora:
-        raise ConfigError("--merge: this run trained no adapters; leave it out [TM669]")
+        raise ConfigError("--merge: this run trained no adapters; remove --merge [TM669]")
     needs_pipeline = options.layout == "diffusers" and not options.network_only and (options.merge or not is_lora)
     if needs_pipeline and config.model.weights == TINY:
         raise ConfigError(
-            "the run used small random weights, for which there is no pipeline; add --network-only [TM670]"
+            "this run used small random weights, and no pipeline exists for them; add --network-only [TM670]"
         )
     name = choose_checkpoint_snapshot(options.weights, step_dir)
     model = config.model.load(Placement(dtype=options.dtype))
@@ -121,12 +120,12 @@ def find_checkpoint(run_dir: Path) -> tuple[RunConfig, PipelineLayout, Path]:
     """Return configuration, layout and last checkpoint of a run that trained a published model."""
     step_dir = checkpoint.latest_checkpoint(run_dir)
     if not (run_dir / CONFIG_FILE).is_file() or step_dir is None:
-        raise ConfigError(f"{run_dir} has no checkpoint to export; give the directory of a run [TM671]")
+        raise ConfigError(f"{run_dir} has no checkpoint to export; give a run directory with a checkpoint [TM671]")
     config = load_any_config(run_dir / CONFIG_FILE)
     layout = config.model.layout if isinstance(config, RunConfig) else None
     if not isinstance(config, RunConfig) or layout is None:
         known = ", ".join(name for name in MODELS if MODELS.find(name, "model")().layout)
-        raise ConfigError(f"--layout: only published models have one ({known}); leave it out for your own [TM672]")
+        raise ConfigError(f"--layout: this model is not a published one ({known}); remove --layout [TM672]")
     return config, layout, step_dir
 
 

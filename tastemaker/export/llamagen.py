@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from ..config.load import load_any_config
 from ..config.schema import AutoencoderRunConfig, OptimConfig, RunConfig
 from ..core.lora import LoraWeights
+from ..core.output_paths import replace_directory, replace_file
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models import loading
@@ -57,24 +57,24 @@ def export_llamagen(options: LlamagenExport, console: Console) -> None:
     """Write a run's last checkpoint in the layout of LlamaGen's trainers."""
     step_dir = checkpoint.latest_checkpoint(options.run_dir)
     if not (options.run_dir / CONFIG_FILE).is_file() or step_dir is None:
-        raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run [TM673]")
+        raise ConfigError(
+            f"{options.run_dir} has no checkpoint to export; give a run directory with a checkpoint [TM673]"
+        )
     config = load_any_config(options.run_dir / CONFIG_FILE)
     if isinstance(config, AutoencoderRunConfig):
         export_llamagen_tokenizer(options, config, step_dir, console)
         return
     if not isinstance(config, RunConfig) or not isinstance(config.model, LlamagenSpec):
         raise ConfigError(
-            "--layout llamagen: the run trained another model; leave it out, or export one of llamagen [TM674]"
+            "--layout llamagen: this run trained another model; remove --layout, or give a run of the model "
+            "llamagen [TM674]"
         )
     step = checkpoint.read_state(step_dir).step
     target = options.out / f"{step:07d}"
     if target.exists():
-        raise ConfigError(f"--out: {target} exists already; name another folder, or remove it [TM675]")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _export_generator(options, config, config.model, step_dir, partial)
-    partial.replace(target)
+        raise ConfigError(f"--out: {target} exists already; give another folder, or remove this one [TM675]")
+    with replace_directory(target) as partial:
+        _export_generator(options, config, config.model, step_dir, partial)
     layout = f"in {options.num_shards} shards" if options.num_shards else "in one file"
     console.print(f"{target}: weights of {step_dir.name}, {layout}", highlight=False)
 
@@ -91,18 +91,17 @@ def export_llamagen_tokenizer(
             else type(spec).__name__
         )
         raise ConfigError(
-            f"--layout llamagen: found {quantizer}; its tokenizers have a codebook and normalize {NORM_GROUPS} groups "
-            "of channels, as recipe llamagen-vq has; leave --layout out to export for tastemaker"
-            " [TM676]"
+            f"--layout llamagen: expected a codebook and {NORM_GROUPS} normalization groups, as in the recipe "
+            f"llamagen-vq, got {quantizer}; remove --layout to export for tastemaker [TM676]"
         )
     if options.out.suffix != ".pt":
-        raise ConfigError(f"--out: '{options.out}' is written as a PyTorch file; let its name end in .pt [TM677]")
+        raise ConfigError(
+            f"--out: a tokenizer is written as a PyTorch file, got '{options.out}'; use a name that ends in .pt [TM677]"
+        )
     tensors, name = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
     tensors = {key: x.detach().to(options.dtype, copy=True).cpu() for key, x in tensors.items()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = options.out.with_name(f".{options.out.name}.partial")
-    torch.save({"model": {**tensors, "quantize.codebook_used": torch.zeros(CODEBOOK_USED_SIZE)}}, partial)
-    partial.replace(options.out)
+    with replace_file(options.out) as partial:
+        torch.save({"model": {**tensors, "quantize.codebook_used": torch.zeros(CODEBOOK_USED_SIZE)}}, partial)
     console.print(f"{options.out}: {name} weights of {step_dir.name}", highlight=False)
 
 

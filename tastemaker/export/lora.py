@@ -99,10 +99,10 @@ class InitializedLora:
         layers = {key.removesuffix(LORA_A) for key in weights.trainable() if key.endswith(LORA_A)}
         if rank != self.tuning.rank or layers != set(adapters):
             raise ConfigError(
-                f"{self.path} has adapters of rank {rank} on {len(adapters)} layers, and tuning asks for rank "
-                f"{self.tuning.rank} on {len(layers)}; set tuning.rank={rank}, tuning.modules={_modules(adapters)}, "
-                "and tuning.target_modules to its layers"
-                " [TM678]"
+                f"{self.path} has LoRA adapters of rank {rank} on {len(adapters)} layers, but tuning has rank "
+                f"{self.tuning.rank} on {len(layers)} layers; set tuning.rank={rank}, "
+                f"tuning.modules={_modules(adapters)}, and tuning.target_modules to the layers in this file "
+                "[TM678]"
             )
         tuning_alpha = 2 * rank if self.tuning.alpha is None else self.tuning.alpha
         _copy_factors(adapters, weights, alpha / tuning_alpha)
@@ -193,10 +193,14 @@ def write_original_lora(weights: LoraWeights, layout: PipelineLayout, path: Path
     layers = {key.partition(".lora_")[0] for key in weights.trainable()}
     net_layers = {layer for layer in layers if not layer.startswith(TEXT_ENCODER_PREFIX)}
     if layout.original_lora_layers is None:
-        raise ConfigError("--layout: the authors of this network have no layout for adapters; give diffusers [TM679]")
+        raise ConfigError(
+            "--layout: the authors of this network have not defined a layout for LoRA adapters; use --layout "
+            "diffusers [TM679]"
+        )
     if layout.pipeline_class and net_layers != layers:
         raise ConfigError(
-            "--layout: the authors of this network have no names for text encoders; give diffusers [TM680]"
+            "--layout: the authors of this network have not defined names for text encoders; use --layout "
+            "diffusers [TM680]"
         )
     names = {layer: layer for layer in layers - net_layers}
     names |= {layer: name for name, layer in layout.original_lora_layers(sorted(net_layers), weights.net).items()}
@@ -224,7 +228,10 @@ def read_lora(
         adapters = match_layers(tensors, LoraLayerNames.from_model(model.net, encoders, layout), path)
     shapes = {(len(factors.down), factors.alpha) for factors in adapters.values()}
     if len(shapes) > 1:
-        raise ConfigError(f"{path} has adapters of several ranks or alphas; expected one for all layers [TM681]")
+        raise ConfigError(
+            f"{path} has adapters with different ranks or alphas; use a file with one rank and one alpha for all "
+            "layers [TM681]"
+        )
     return adapters, *shapes.pop()
 
 
@@ -302,15 +309,16 @@ def match_layers(tensors: Mapping[str, Tensor], layers: LoraLayerNames, path: Pa
                 layer = layers.find(stem)
                 if layer is None:
                     raise ConfigError(
-                        f"{path} adapts '{stem}', which this network does not have; name its base model [TM682]"
+                        f"{path} has an adapter for '{stem}', which this network does not have; use the base "
+                        "model that the adapters were trained on [TM682]"
                     )
                 alpha = tensors.get(stem + LORA_ALPHA)
                 alpha_value = layers.default_alpha(stem, len(down)) if alpha is None else float(alpha)
                 adapters[layer] = LoraFactors(down, tensors[stem + up_suffix], alpha_value)
     if not adapters:
         raise ConfigError(
-            f"{path} holds no adapters; expected tensors such as transformer.X{LORA_A} or lora_unet_X{LORA_DOWN}"
-            " [TM683]"
+            f"{path} does not contain LoRA adapters; expected tensors such as transformer.X{LORA_A} or "
+            f"lora_unet_X{LORA_DOWN}, so give another file [TM683]"
         )
     return adapters
 
@@ -325,9 +333,9 @@ def match_unnamed_factors(factors: Sequence[Tensor], net: nn.Module, path: Path)
     )
     if not fits:
         raise ConfigError(
-            f"{path} holds {len(factors)} factors without names, which do not fit this network's {len(layers)} layers "
-            "in order; name its base model, or adapters whose layers are named"
-            " [TM684]"
+            f"{path} contains {len(factors)} factors without names, and they do not match the {len(layers)} "
+            "layers of this network in order; use the base model of this file, or a file with named layers "
+            "[TM684]"
         )
     rank = max(len(down) for _, down in pairs)  # narrow layers have a lower rank and are padded with zeros
     return {
@@ -385,5 +393,7 @@ def only_lora_file(folder: Path, name: str) -> Path:
     files = sorted(file for file in folder.iterdir() if file.suffix in LORA_SUFFIXES and file.is_file())
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "no LoRA file"
-        raise ConfigError(f"{name:.200} holds {names:.200}; expected one LoRA file, so pass its path [TM685]")
+        raise ConfigError(
+            f"{name:.200} contains {names:.200}; expected exactly one LoRA file, so give the path of the file [TM685]"
+        )
     return files[0]

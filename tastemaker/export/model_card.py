@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -134,6 +135,14 @@ def _credit_lines(card: ModelCardData) -> list[str]:
 
 
 # Usage
+
+
+def read_usage(folder: Path) -> list[str]:
+    """The lines of an exported folder's README that say how to load it: Python code, or a sentence for ComfyUI."""
+    text = (folder / "README.md").read_text(encoding="utf-8").replace(FOLDER_PLACEHOLDER, str(folder))
+    usage = text.partition("## Use\n")[2].partition("\n## ")[0] or text
+    code = re.search(r"```python\n(.*?)\n```", usage, re.DOTALL)
+    return code[1].splitlines() if code else [line.replace("`", "") for line in usage.splitlines() if line]
 
 
 def pipeline_snippet(layout: PipelineLayout) -> str:

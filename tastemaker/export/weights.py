@@ -20,6 +20,7 @@ from ..config.schema import AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from ..core.autoencoder import as_autoencoder
 from ..core.lora import LoraWeights
 from ..core.model_spec import ModelSpec
+from ..core.output_paths import apply_umask
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..core.weights import Weights
@@ -44,16 +45,19 @@ def export_weights(run_dir: Path, out: Path, name: str, bits: int, console: Cons
         export_judge(run_dir, out, name, console)
         return
     if bits not in (8, 16, 32):
-        raise ConfigError(f"--bits: found {bits}; expected 8, 16 or 32 [TM686]")
+        raise ConfigError(f"--bits: expected 8, 16 or 32, got {bits}; choose one of these [TM686]")
     showo = config.model if isinstance(config, RunConfig) and isinstance(config.model, ShowoSpec) else None
     as_published_folder = showo is not None and not out.suffix
     if as_published_folder:
         check_new_directory(out, "Show-o's published layout")
     elif out.suffix != ".safetensors":
-        raise ConfigError(f"--out: '{out}' is written as a safetensors file; let its name end in .safetensors [TM687]")
+        raise ConfigError(
+            f"--out: weights are written as a safetensors file, got '{out}'; use a name that ends in .safetensors "
+            "[TM687]"
+        )
     step_dir = checkpoint.latest_checkpoint(run_dir)
     if config is None or step_dir is None:
-        raise ConfigError(f"{run_dir} has no checkpoint to export; give the directory of a run [TM688]")
+        raise ConfigError(f"{run_dir} has no checkpoint to export; give a run directory with a checkpoint [TM688]")
     tensors, chosen = choose_weights(load_weights(config, run_dir, step_dir), name)
     if showo is not None and as_published_folder:
         write_showo(showo, tensors, out)
@@ -86,7 +90,8 @@ def choose_snapshot(name: str, snapshots: Iterable[str]) -> str:
     chosen = name or ("ema" if "ema" in snapshots else "live")
     if chosen != "live" and chosen not in snapshots:
         raise ConfigError(
-            f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *snapshots])}) [TM689]"
+            f"--weights: the run does not have '{chosen}' (available: {', '.join(['live', *snapshots])}); choose "
+            "one of these [TM689]"
         )
     return chosen
 
@@ -117,7 +122,10 @@ def weights_metadata(config: RunConfig | AutoencoderRunConfig, step_dir: Path) -
 def check_new_directory(out: Path, what: str) -> None:
     """Refuse an output path that is a file name or a folder with contents."""
     if out.suffix or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"--out: '{out}' must be a new folder, because {what} is one; name another [TM690]")
+        raise ConfigError(
+            f"--out: {what} needs a new folder, but '{out}' is a file name or a folder that is not empty; give "
+            "another name [TM690]"
+        )
 
 
 # Autoencoders
@@ -134,19 +142,22 @@ def export_autoencoder(run_dir: Path, out: Path, layout: str, name: str, dtype: 
     config = load_any_config(run_dir / CONFIG_FILE, [CPU_DEVICE, "engine.strategy=replicated"])
     step_dir = checkpoint.latest_checkpoint(run_dir)
     if step_dir is None or not isinstance(config, AutoencoderRunConfig):
-        raise ConfigError(f"{run_dir} has no checkpoint to export; give the directory of a run [TM691]")
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to export; give the run directory of an autoencoder with a checkpoint [TM691]"
+        )
     if out.exists():
-        raise ConfigError(f"--out: {out} exists already; name another, or remove it [TM692]")
+        raise ConfigError(f"--out: {out} exists already; give another name, or remove it [TM692]")
     net, chosen = load_trained_autoencoder(config, run_dir, step_dir, name)
     autoencoder = as_autoencoder(net)
     if autoencoder.export_format != layout:
         known = autoencoder.export_format
-        hint = f"give {known}" if known else "leave --layout out to export for tastemaker"
-        raise ConfigError(f"--layout: {layout} does not know {type(config.autoencoder).__name__}; {hint} [TM693]")
+        hint = f"use --layout {known}" if known else "remove --layout to export for tastemaker"
+        raise ConfigError(f"--layout: {layout} does not support {type(config.autoencoder).__name__}; {hint} [TM693]")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     autoencoder.export(partial, dtype)
+    apply_umask(partial)
     partial.replace(out)
     console.print(f"{out}: {chosen} weights of {step_dir.name}", highlight=False)
 
@@ -172,7 +183,9 @@ def export_judge(run_dir: Path, out: Path, name: str, console: Console) -> None:
     step_dir = checkpoint.latest_checkpoint(run_dir)
     config = load_any_config(run_dir / CONFIG_FILE, [*CPU_OVERRIDES, "engine.precision=fp32"])
     if step_dir is None or not isinstance(config, JudgeRunConfig):
-        raise ConfigError(f"{run_dir} has no checkpoint to export; give the directory of a run [TM694]")
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to export; give the run directory of a judge with a checkpoint [TM694]"
+        )
     check_new_directory(out, "a judge")
     run = build_judge(config, run_dir)
     run.resume(step_dir)
@@ -186,13 +199,17 @@ def export_judge(run_dir: Path, out: Path, name: str, console: Console) -> None:
     judge.net.load_state_dict(tensors)
     judge.net.to(torch.bfloat16)
     save_chat_model(judge, out)
+    apply_umask(out)
     console.print(f"{out}: {chosen} weights of {step_dir.name}, for the reward vlm", markup=False, highlight=False)
 
 
 def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> None:
     """Write a folder in the layout that Show-o is published in."""
     if not isinstance(spec, ShowoSpec):
-        raise ConfigError(f"--out: {type(spec).__name__} has no published layout; use the run itself [TM695]")
+        raise ConfigError(
+            f"--out: a published layout for {type(spec).__name__} does not exist; use the run directory itself as "
+            "weights [TM695]"
+        )
     vocabulary = spec.network_config().vocabulary
     config = {
         "_class_name": "Showo",
@@ -209,3 +226,4 @@ def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> No
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: x.detach().to(torch.bfloat16).contiguous() for key, x in tensors.items()}
     save_file(tensors, out / "pytorch_model.safetensors", {"format": "pt"})
+    apply_umask(out)

@@ -87,7 +87,9 @@ class AutoencoderKLSpec(AutoencoderSpec):
         odd = [width for width in self.block_out_channels if width % self.norm_num_groups]
         if odd or not self.block_out_channels:
             reason = f"{self.norm_num_groups} does not divide {odd[0]}" if odd else "'block_out_channels' is empty"
-            raise ValueError(f"{reason}; expected widths that are multiples of 'norm_num_groups' [TM417]")
+            raise ValueError(
+                f"'block_out_channels': {reason}; use widths that are multiples of 'norm_num_groups' [TM417]"
+            )
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
@@ -145,9 +147,8 @@ def load_published_vae(name: str) -> Any:
     vae_folder = next((folder for folder in (path, path / "vae") if (folder / "config.json").is_file()), None)
     if vae_folder is None:
         raise ConfigError(
-            f"autoencoder.weights: '{name:.200}' is no diffusers folder; expected a config.json in it, or "
-            "in its folder `vae`"
-            " [TM418]"
+            f"autoencoder.weights: '{name:.200}' is not a diffusers folder; give a folder with a config.json in "
+            "it or in its subfolder `vae` [TM418]"
         )
     with silence_libraries():
         return load_pretrained(diffusers.AutoencoderKL, vae_folder, torch.float32).requires_grad_(True)

@@ -65,9 +65,9 @@ class BlockVaeSpec(AutoencoderSpec):
         if IDENTIFYING_KEY in tensors and count != own:
             expected = [self.mid_channels[-1]] * (count + 1)
             raise ConfigError(
-                f"autoencoder.mid_channels: '{self.weights!s:.200}' has {count} middle blocks, and "
-                f"{list(self.mid_channels)} gives {own}, one per neighboring pair; set it to {expected}"
-                " [TM419]"
+                f"autoencoder.mid_channels: '{self.weights!s:.200}' has {count} middle blocks, but "
+                f"{list(self.mid_channels)} gives {own}, one per pair of neighbors; set "
+                f"autoencoder.mid_channels={expected} [TM419]"
             )
 
     def with_inferred_sizes(self, tensors: Mapping[str, Tensor]) -> Self:

@@ -52,7 +52,7 @@ def _rename(key: str, rules: KeyRules) -> tuple[int, str]:
         name, count = re.subn(f"^{pattern}", replacement, key)
         if count:
             return order, name
-    raise ValueError(f"the authors of this network have no name for '{key}'; export it in diffusers' layout [TM420]")
+    raise ValueError(f"the authors' layout does not have a name for '{key}'; export with --layout diffusers [TM420]")
 
 
 def swap_scale_shift(x: Tensor) -> Tensor:
@@ -67,4 +67,6 @@ def keep_names(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 def reject_unknown_names(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Refuse the conversion, for authors whose keys are not known here."""
-    raise ConfigError("--layout: the names the authors of this network use are not known here; give diffusers [TM421]")
+    raise ConfigError(
+        "--layout: the names in the authors' layout are not known for this network; use --layout diffusers [TM421]"
+    )

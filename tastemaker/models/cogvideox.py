@@ -21,6 +21,7 @@ from .video_backbone import (
     ConditioningTensors,
     T5PromptEncoder,
     TextTokenCount,
+    TileSize,
     VideoBackbone,
     VideoCompression,
     VideoSide,
@@ -134,7 +135,8 @@ def rotary_embedding(
     """Return cosines and sines of the rotary positions, which 5B has; 2B adds positions to its latents."""
     if config.patch_size_t is not None:
         raise ConfigError(
-            "model.weights is CogVideoX 1.5, which takes frames by twos; expected 2B or 5B of 1.0 [TM422]"
+            "model.weights: CogVideoX 1.5 is not supported, because it groups frames in pairs; use CogVideoX 2B "
+            "or 5B (version 1.0) [TM422]"
         )
     if not config.use_rotary_positional_embeddings:
         return None
@@ -159,6 +161,7 @@ class CogVideoXSpec(VideoTransformerSpec):
     frames: int = 49  # 8 n + 1, because latents are decoded in pairs; at 8 frames per second
     max_text_tokens: TextTokenCount = 226  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = COGVIDEOX

@@ -96,11 +96,14 @@ class DitSpec(ModelSpec):
         if self.image_size % (self.downsample_factor * self.patch_size):
             unit = self.downsample_factor * self.patch_size
             raise ValueError(
-                f"'image_size' is {self.image_size}; expected a multiple of downsample_factor times patch_size, {unit}"
-                " [TM423]"
+                f"'image_size': expected a multiple of downsample_factor * patch_size = {unit}, got "
+                f"{self.image_size}; change 'image_size' [TM423]"
             )
         if self.width % self.heads:
-            raise ValueError(f"'width' is {self.width}; expected a multiple of 'heads', which is {self.heads} [TM424]")
+            raise ValueError(
+                f"'width': expected a multiple of 'heads' ({self.heads}), got {self.width}; change 'width' or 'heads' "
+                "[TM424]"
+            )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -8,7 +8,6 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..config.catalog import default_spec
 from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config
@@ -16,6 +15,7 @@ from ..config.registries import AUTOENCODERS, MODELS, REWARDS
 from ..config.required_files import published_sources as config_sources
 from ..config.schema import JudgeRunConfig
 from ..config.validate import build_component
+from ..console import Table, format_bytes
 from ..core.autoencoder import AutoencoderSpec
 from ..core.errors import DownloadError as DownloadError
 from ..core.model_spec import ModelSpec
@@ -81,7 +81,8 @@ def required_sources(name: str) -> list[WeightsSource]:
         return [WeightsSource(f"{owner}/{repository}", "/".join(inside))]
     known_names = [*list_recipes(), *REWARDS, *MODELS, *PUBLISHED_LORAS]
     raise ConfigError(
-        f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest_name(name, known_names)} [TM425]"
+        f"download: '{name:.60}' is not a recipe, reward, model or hub id such as "
+        f"owner/name{suggest_name(name, known_names)} [TM425]"
     )
 
 
@@ -128,15 +129,11 @@ def required_files(hub: str) -> dict[str, int]:
     files = [PurePosixPath(name) for name in select_needed_files(list(sizes))]
     if not files:
         raise DownloadError(
-            f"{hub} has no weights in a supported format; see its page, or name another repository [TM426]"
+            f"{hub} does not contain weights in a supported format; see its page on the hub, or give another "
+            "repository [TM426]"
         )
     order = sorted(files, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))
     return {str(name): sizes[str(name)] for name in order}
-
-
-def format_bytes(count: int) -> str:
-    """A size in GB or MB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 @contextmanager
@@ -153,12 +150,14 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise DownloadError(
-            f"the hub has no public repository {source.hub}; check the name at {page} [TM428]"
+            f"the hub does not have a public repository {source.hub}; check the name at {page} [TM428]"
         ) from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise hub_error(source, error) from error
-        raise DownloadError(f"{source.hub} has no file '{source.file}'; see {page}/tree/main [TM429]") from error
+        raise DownloadError(
+            f"{source.hub} does not contain the file '{source.file}'; see the files at {page}/tree/main [TM429]"
+        ) from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise hub_error(source, error) from error
     except Exception as error:  # of the HTTP library
@@ -170,7 +169,6 @@ def translate_hub_errors(source: WeightsSource) -> Iterator[None]:
 def hub_error(source: WeightsSource, error: Exception) -> DownloadError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return DownloadError(
-        f"{source} could not be downloaded ({reason}); run the command again to resume once the hub can be reached, "
-        "or copy the file to this machine and give its path"
-        " [TM430]"
+        f"{source} could not be downloaded ({reason}); run the command again to resume, or copy the file to this "
+        "machine and give its path [TM430]"
     )

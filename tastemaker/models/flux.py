@@ -255,6 +255,7 @@ class FluxSpec(ImageSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     latent_channels = LATENT_CHANNELS
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = FLUX
     text_encoders = ("text_encoder", "text_encoder_2")
     layout: ClassVar[PipelineLayout] = PipelineLayout(

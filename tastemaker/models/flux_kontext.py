@@ -57,9 +57,8 @@ class KontextBackbone(FluxBackbone):
         pixels = read_condition_image(image, *self.pixels[2:])
         if pixels is None:
             raise ValueError(
-                f"'{prompt:.80}' has no `image` in its metadata, but others have; give a path or pixels [F, 3, H, W] "
-                "for each prompt, or for none"
-                " [TM431]"
+                f"prompt '{prompt:.80}' does not have an `image` in its metadata, but other prompts do; give a "
+                "path or pixels [F, 3, H, W] for each prompt, or for none [TM431]"
             )
         return pack_latents(self.encode(pixels.to(self.img_ids.device)[None])[:, 0])[0]
 

@@ -20,6 +20,7 @@ from .text_encoders import TextEncoders
 from .video_backbone import (
     ConditioningTensors,
     TextTokenCount,
+    TileSize,
     VideoBackbone,
     VideoCompression,
     VideoSide,
@@ -175,6 +176,7 @@ class HunyuanVideoSpec(VideoTransformerSpec):
     guidance_scale: float = 6.0  # distilled guidance, an input of the network
     max_text_tokens: TextTokenCount = 256  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = HUNYUANVIDEO

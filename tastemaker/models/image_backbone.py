@@ -115,7 +115,10 @@ def check_image_size(height: int, width: int, multiple: int = 8) -> None:
     """Refuse an image size that the autoencoder cannot represent."""
     for name, side in (("height", height), ("width", width)):
         if side % multiple or not multiple <= side <= 8192:
-            raise ValueError(f"'{name}' is {side}; expected a multiple of {multiple} from {multiple} to 8192 [TM432]")
+            raise ValueError(
+                f"'{name}': expected a multiple of {multiple} from {multiple} to 8192, got {side}; change '{name}' "
+                "[TM432]"
+            )
 
 
 def check_image_shape(pixels: Tensor, expected: tuple[int, ...]) -> None:
@@ -123,9 +126,8 @@ def check_image_shape(pixels: Tensor, expected: tuple[int, ...]) -> None:
     if pixels.shape[1:] != expected:
         (data_height, data_width), (height, width) = pixels.shape[-2:], expected[-2:]
         raise ConfigError(
-            f"the images are {data_width}x{data_height} and the model makes {width}x{height}; "
-            "set data.image_size, or model.height and model.width"
-            " [TM433]"
+            f"the images are {data_width}x{data_height} pixels, but the model generates {width}x{height}; set "
+            "data.image_size, or model.height and model.width [TM433]"
         )
 
 

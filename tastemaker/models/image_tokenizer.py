@@ -52,7 +52,8 @@ class TokenGridSpec(ModelSpec):
         """Refuse images whose sides are no multiple of a setting."""
         if self.image_size % (factor := getattr(self, setting)):
             raise ValueError(
-                f"'image_size' is {self.image_size}; expected a multiple of '{setting}', which is {factor} [TM434]"
+                f"'image_size': expected a multiple of '{setting}' ({factor}), got {self.image_size}; change "
+                "'image_size' [TM434]"
             )
 
 
@@ -105,11 +106,10 @@ def load_image_tokenizer(
     config, tensors = read_tokenizer(name)
     if (config.codebook_size, config.stride * grid_size) != (codebook_size, image_size):
         raise ConfigError(
-            f"model.autoencoder: '{name:.200}' has {config.codebook_size} codes and {config.stride} pixels per token, "
-            f"the model expects {codebook_size} and {image_size // grid_size}; set "
-            f"model.codebook_size={config.codebook_size} and {image_size // config.stride} tokens per side, or another "
-            "autoencoder"
-            " [TM435]"
+            f"model.autoencoder: '{name:.200}' has {config.codebook_size} codes and {config.stride} pixels per "
+            f"token, but the model expects {codebook_size} and {image_size // grid_size}; set "
+            f"model.codebook_size={config.codebook_size} and {image_size // config.stride} tokens per side, or "
+            "use another autoencoder [TM435]"
         )
     return build_frozen_tokenizer(config, tensors, name, placement)
 
@@ -145,7 +145,8 @@ def read_own_tokenizer(name: str) -> tuple[VQConfig, weight_files.Tensors]:
     settings: dict[str, Any] = dict(config.get("autoencoder", {}))
     if settings.pop("type", None) != "vq":
         raise ConfigError(
-            f"model.autoencoder: '{name:.200}' holds no vq; train one with `tastemaker train playground-vq` [TM436]"
+            f"model.autoencoder: '{name:.200}' does not contain a vq autoencoder; train one with `tastemaker "
+            "train playground-vq` [TM436]"
         )
     spec = VqSpec(**{**settings, "channel_multipliers": tuple(settings["channel_multipliers"]), "weights": None})
     return spec.network_config(), drop_usage_buffer(tensors)
@@ -155,7 +156,8 @@ def infer_vq_config(tensors: Mapping[str, Tensor], name: str) -> VQConfig:
     """Sizes of a published tokenizer, from its tensors."""
     if "quantize.embedding.weight" not in tensors or "encoder.conv_in.weight" not in tensors:
         raise ConfigError(
-            f"model.autoencoder: '{name:.200}' is no tokenizer of LlamaGen; name one, such as vq_ds16_c2i.pt [TM437]"
+            f"model.autoencoder: '{name:.200}' is not a tokenizer of LlamaGen; give a file such as vq_ds16_c2i.pt "
+            "[TM437]"
         )
     channels = tensors["encoder.conv_in.weight"].shape[0]
     multipliers: list[int] = []

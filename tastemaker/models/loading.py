@@ -82,7 +82,9 @@ def list_rank_files(path: Path, pattern: str) -> list[Path]:
     world_sizes = {int(match[2]) for file in files if (match := RANK_FILE.fullmatch(file.name))}
     if files and world_sizes != {len(files)}:
         expected = max(world_sizes, default=0)
-        raise ConfigError(f"{path} holds {len(files)} of {expected} files {pattern}; copy all of them [TM459]")
+        raise ConfigError(
+            f"{path} contains {len(files)} of {expected} files {pattern}; copy all of them into this folder [TM459]"
+        )
     return files
 
 
@@ -98,7 +100,9 @@ def has_config_metadata(path: Path) -> bool:
         with safe_open(path, framework="pt") as file:
             return "config" in (file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file ({error}); download it again [TM460]") from error
+        raise ConfigError(
+            f"{path} is not a readable safetensors file ({error}); download the file again [TM460]"
+        ) from error
 
 
 def normalize_keys(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -132,24 +136,23 @@ def assign_state_dict(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torc
     """Assign tensors as `dtype` to a network, which may be on the meta device; refuse those of another network."""
     if any(isinstance(x, RankShards) for x in tensors.values()):
         raise ConfigError(
-            f"'{name:.200}' holds the shards of one rank; name the folder with the files of all ranks [TM461]"
+            f"'{name:.200}' contains the shards of one rank; give the folder with the files of all ranks [TM461]"
         )
     own = net.state_dict()
     missing, unknown = [key for key in own if key not in tensors], [key for key in tensors if key not in own]
     if missing or unknown:
-        reasons = [f"it lacks {abbreviate_keys(missing)}"] if missing else []
-        reasons += [f"it has {abbreviate_keys(unknown)}, unknown here"] if unknown else []
+        reasons = [f"missing {abbreviate_keys(missing)}"] if missing else []
+        reasons += [f"unexpected {abbreviate_keys(unknown)}"] if unknown else []
         raise ConfigError(
-            f"the weights '{name:.200}' are of another network: {' and '.join(reasons)}; name others{_run_advice(name)}"
-            " [TM462]"
+            f"the weights '{name:.200}' belong to another network: {', '.join(reasons)}; use other "
+            f"weights{_run_advice(name)} [TM462]"
         )
     for key, x in own.items():
         if x.shape != tensors[key].shape:
             shapes = f"'{key}' is {list(tensors[key].shape)}, expected {list(x.shape)}"
             raise ConfigError(
-                f"the weights '{name:.200}' are of another network: {shapes}; set the sizes they were trained with"
-                f"{_run_advice(name)}"
-                " [TM463]"
+                f"the weights '{name:.200}' belong to another network: {shapes}; set the model sizes to those of "
+                f"the weights{_run_advice(name)} [TM463]"
             )
     # Copied, because they may be memory-mapped from the file.
     converted = {key: tensors[key].to(dtype if x.is_floating_point() else x.dtype, copy=True) for key, x in own.items()}
@@ -159,7 +162,7 @@ def assign_state_dict(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torc
 def _run_advice(name: str) -> str:
     """For the weights of a run: how to take over its sizes."""
     is_run = os.path.isfile(Path(name) / "config.yaml")
-    return f", or start a recipe with `extends: [{name:.200}]`, which has its sizes" if is_run else ""
+    return f", or start a recipe with `extends: [{name:.200}]`, which uses the sizes of this run" if is_run else ""
 
 
 def trainable_dtype(placement: Placement) -> torch.dtype:
@@ -185,9 +188,8 @@ def check_token_count(ids: Tensor, pixels: Tensor, shape: tuple[int, ...], size:
     if ids.shape[1:] != shape:
         height, width = pixels.shape[-2:]
         raise ConfigError(
-            f"data: images of {height}x{width} pixels have {ids.shape[1]} tokens, the model has {shape[0]}; "
-            f"set data.image_size={size}"
-            " [TM464]"
+            f"images of {height}x{width} pixels have {ids.shape[1]} tokens, but the model has {shape[0]}; set "
+            f"data.image_size={size} [TM464]"
         )
     return ids
 

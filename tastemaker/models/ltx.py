@@ -18,6 +18,7 @@ from .video_backbone import (
     ConditioningTensors,
     T5PromptEncoder,
     TextTokenCount,
+    TileSize,
     VideoBackbone,
     VideoCompression,
     VideoSide,
@@ -102,8 +103,10 @@ class LtxSpec(VideoTransformerSpec):
     fps: float = 25.0  # frames per second, an input of the network
     max_text_tokens: TextTokenCount = 128  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = LTX
     backbone_class = LtxBackbone
     compression = COMPRESSION
@@ -112,7 +115,9 @@ class LtxSpec(VideoTransformerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.fps <= 1000:
-            raise ValueError(f"'fps' is {self.fps}; expected frames per second, above 0 and at most 1000 [TM465]")
+            raise ValueError(
+                f"'fps': expected frames per second above 0 and at most 1000, got {self.fps}; correct 'fps' [TM465]"
+            )
 
     def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
         return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=False)

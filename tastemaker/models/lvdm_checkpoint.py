@@ -45,9 +45,8 @@ def read_lvdm_checkpoint(path: Path) -> Tensors:
     for prefix in (UNET_PREFIX, VAE_PREFIX, TEXT_ENCODER_PREFIX):
         if not any(key.startswith(prefix) for key in tensors):
             raise ConfigError(
-                f"{path} is no checkpoint of VideoCrafter: nothing in it begins with '{prefix}'; "
-                "name its model.ckpt, or a folder in diffusers' layout"
-                " [TM466]"
+                f"{path} is not a checkpoint of VideoCrafter, because no key begins with '{prefix}'; give its "
+                "model.ckpt, or a folder in diffusers' layout [TM466]"
             )
     return tensors
 
@@ -123,7 +122,8 @@ def unet_to_diffusers(tensors: Mapping[str, Tensor], keys: Sequence[str], config
     unknown = [key for key in tensors if key not in names]
     if unknown:
         raise ConfigError(
-            f"the checkpoint has {abbreviate_keys(unknown)}, unknown to this network; name the model it is of [TM467]"
+            f"the checkpoint contains {abbreviate_keys(unknown)}, which this network does not have; set "
+            "model.type to the model of this checkpoint [TM467]"
         )
     return {names[key]: x[..., 0] if POINTWISE_CONV.fullmatch(key) else x for key, x in tensors.items()}
 

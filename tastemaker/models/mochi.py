@@ -20,6 +20,7 @@ from .video_backbone import (
     ConditioningTensors,
     T5PromptEncoder,
     TextTokenCount,
+    TileSize,
     VideoBackbone,
     VideoCompression,
     VideoSide,
@@ -106,6 +107,7 @@ class MochiSpec(VideoTransformerSpec):
     frames: int = 163  # 6 n + 1, at 30 frames per second
     max_text_tokens: TextTokenCount = 256  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = MOCHI

@@ -96,7 +96,7 @@ class VideoUnetBackbone(TextConditionedBackbone):
         try:
             return check_fps(metadata.get("fps", self.fps))
         except ValueError as error:
-            raise ConfigError(f"data: of a prompt {error} [TM468]") from error
+            raise ConfigError(f"data: a prompt has a wrong value: {error} [TM468]") from error
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         latents, prompt_embeds = cast_to_network_dtype(self.net, x, cond.tensors["prompt_embeds"])
@@ -122,7 +122,7 @@ class VideoUnetBackbone(TextConditionedBackbone):
 def latent_shape(frames: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Return the latent shape of a clip; lengths and sizes that are impossible are refused."""
     if not 1 <= frames <= 1024:
-        raise ValueError(f"'frames' is {frames}; expected from 1 to 1024 [TM469]")
+        raise ValueError(f"'frames': expected 1 to 1024, got {frames}; correct 'frames' [TM469]")
     check_image_size(height, width)
     return frames, LATENT_CHANNELS, height // DOWNSAMPLE_FACTOR, width // DOWNSAMPLE_FACTOR
 
@@ -130,9 +130,7 @@ def latent_shape(frames: int, height: int, width: int) -> tuple[int, int, int, i
 def check_fps(fps: object) -> int:
     """Return a frame rate; refuse what is none."""
     if isinstance(fps, bool) or not isinstance(fps, int) or not 1 <= fps <= MAX_FPS:
-        raise ValueError(
-            f"'fps' is {fps!r:.60}; expected a whole number of frames per second from 1 to {MAX_FPS} [TM470]"
-        )
+        raise ValueError(f"'fps' is {fps!r:.60}; set it to an integer from 1 to {MAX_FPS} frames per second [TM470]")
     return fps
 
 
@@ -152,7 +150,8 @@ def read_video_unet_checkpoint(name: str | None, config: Mapping[str, Any]) -> d
     path = path / UNET_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"model.unet: {path.parent} holds no {UNET_FILE}; name the file itself, or its folder [TM471]"
+            f"model.unet: {path.parent} does not contain {UNET_FILE}; give the path of the file, or of its folder "
+            "[TM471]"
         )
     return convert_unet(load_state_dict(path), build_empty_unet(config))
 
@@ -162,14 +161,13 @@ def check_video_unet_config(config: Mapping[str, Any], weights: str, *, has_fps:
     if bool(config.get("fps_cond")) != has_fps:
         does, other_type = ("needs", "videocrafter") if not has_fps else ("does not take", "modelscope")
         raise ConfigError(
-            f"model.weights: the network of '{weights:.200}' {does} frames per second; set model.type to {other_type}"
-            " [TM472]"
+            f"model.weights: the network of '{weights:.200}' {does} frames per second as an input; set model.type "
+            f"to {other_type} [TM472]"
         )
     if config.get("in_channels", LATENT_CHANNELS) != LATENT_CHANNELS:
         raise ConfigError(
-            f"model.weights: the network of '{weights:.200}' reads {config['in_channels']} channels; expected "
-            f"{LATENT_CHANNELS}, so name a text-to-video model"
-            " [TM473]"
+            f"model.weights: the network of '{weights:.200}' has {config['in_channels']} input channels; expected "
+            f"{LATENT_CHANNELS}, so use a text-to-video model [TM473]"
         )
 
 

@@ -77,7 +77,10 @@ class PublishedSpec(ModelSpec):
     def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
         """Put the text encoders of the pipeline behind a cache."""
         if not self.text_encoders:
-            raise ConfigError("embed: this model has no text encoder of its own; name one of another type [TM495]")
+            raise ConfigError(
+                "embed: this model does not have a text encoder; give a recipe or model that has one, such as flux "
+                "[TM495]"
+            )
         settings = {key: getattr(self, name) for key, name in self.embedding_settings.items()}
         return components.cache_text_encoders(
             lambda: self.load_text_encoders(components),
@@ -88,7 +91,9 @@ class PublishedSpec(ModelSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> TextEncoders:
         """Load the text encoders of the pipeline."""
-        raise NotImplementedError(f"{type(self).__name__} does not load its text encoders [TM496]")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define load_text_encoders; define it, or set text_encoders to () [TM496]"
+        )
 
 
 class ImageSpec(PublishedSpec):
@@ -131,16 +136,17 @@ class PipelineComponents:
         self.path = None if name == TINY or self.full_size else find_weights(name, source)
         if self.path is not None and not self.path.is_dir():
             raise ConfigError(
-                f"{self.path} is a file; expected a folder in diffusers' layout, such as {source.hub}, and one file of "
-                "the network as `transformer` or `unet` beside it"
-                " [TM497]"
+                f"model.weights: {self.path} is a file; give a folder in diffusers' layout, such as {source.hub}, "
+                "and set model.transformer or model.unet to the file of the network [TM497]"
             )
         self.placement, self.seed = placement, seed
         self.configs = tiny_configs
         if self.full_size:
             known, hub = published_configs or {}, hub or source.hub
             if hub not in known:
-                raise ConfigError(f"the size of '{hub:.100}' is not known; expected one of {', '.join(known)} [TM498]")
+                raise ConfigError(
+                    f"model.weights: the size of '{hub:.100}' is not known; use one of {', '.join(known)} [TM498]"
+                )
             self.configs = known[hub]
 
     def config(self, component: str) -> dict[str, Any]:
@@ -152,7 +158,7 @@ class PipelineComponents:
             config: dict[str, Any] = json.loads((self.path / component / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path} has no readable {component}/{name}; expected a folder in diffusers' layout [TM499]"
+                f"{self.path} does not have a readable {component}/{name}; give a folder in diffusers' layout [TM499]"
             ) from error
         return config
 
@@ -311,7 +317,7 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return loader.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} holds no tokenizer; expected a folder in diffusers' layout [TM500]") from error
+        raise ConfigError(f"{path} does not contain a tokenizer; give a folder in diffusers' layout [TM500]") from error
 
 
 def load_pretrained(network_class: Any, path: Path, dtype: torch.dtype) -> Any:
@@ -327,12 +333,12 @@ def load_pretrained(network_class: Any, path: Path, dtype: torch.dtype) -> Any:
         net, info = network_class.from_pretrained(path, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:  # no such folder, no weights in it, tensors of other shapes
         raise ConfigError(
-            f"{path} cannot be read ({str(error).splitlines()[0]:.200}); fetch the folder again [TM501]"
+            f"{path} cannot be read ({str(error).splitlines()[0]:.200}); download the folder again [TM501]"
         ) from error
     missing = sorted(map(str, info["missing_keys"]))
     if missing:
         raise ConfigError(
-            f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; fetch the folder again [TM502]"
+            f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; download the folder again [TM502]"
         )
     return net
 
@@ -345,9 +351,8 @@ def load_tensors(net: Any, tensors: Mapping[str, Tensor], component: str) -> Any
     ]
     if wrong:
         raise ConfigError(
-            f"the file's tensors are not of this {component} ('{wrong[0]}' and {len(wrong) - 1} more differ); "
-            "name one of the same model, in diffusers' or the authors' layout"
-            " [TM503]"
+            f"the tensors in the file do not belong to this {component} ('{wrong[0]}' and {len(wrong) - 1} more "
+            "differ); use a file of the same model, in diffusers' or the authors' layout [TM503]"
         )
     net.load_state_dict(dict(tensors), assign=True)
     return net.requires_grad_(True)

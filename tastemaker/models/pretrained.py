@@ -51,9 +51,8 @@ def find_weights(name: str, source: WeightsSource) -> Path:
         download = name if HUB_ID.fullmatch(name) and name != source.hub else source
         gated = ", gated: request access on its page" if source.gated else ""
         raise ConfigError(
-            f"the weights '{name:.200}' were not found; expected a local path, or {source} from the hub "
-            f"({source.size}, {source.license}{gated}); download them with `tastemaker download {download}`"
-            " [TM505]"
+            f"the weights '{name:.200}' were not found; give a local path, or download {source} ({source.size}, "
+            f"{source.license}{gated}) with `tastemaker download {download}` [TM505]"
         )
     return cached
 
@@ -119,7 +118,7 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
             return dict(load_file(path))
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{path} is not a readable safetensors file ({error}); download it again [TM506]"
+                f"{path} is not a readable safetensors file ({error}); download the file again [TM506]"
             ) from error
     return unwrap_state_dict(load_pickle(path), path)
 
@@ -132,7 +131,9 @@ def _load_folder(path: Path) -> dict[str, Tensor]:
         if (path / name).is_file():
             return load_state_dict(path / name)
     expected = ", ".join(SINGLE_FILE_NAMES)
-    raise ConfigError(f"{path} holds no weights; expected one of {expected}, or shards with their index [TM507]")
+    raise ConfigError(
+        f"{path} holds no weights; expected one of {expected}, or shards with their index, so check the path [TM507]"
+    )
 
 
 def unwrap_state_dict(data: Any, path: Path, wrappers: Sequence[str] = STATE_DICT_WRAPPERS) -> dict[str, Tensor]:
@@ -142,9 +143,9 @@ def unwrap_state_dict(data: Any, path: Path, wrappers: Sequence[str] = STATE_DIC
             return unwrap_state_dict(data[name], path, wrappers)
     wrong = [key for key, x in data.items() if not isinstance(x, Tensor)] if isinstance(data, Mapping) else []
     if not isinstance(data, Mapping) or wrong or not data:
-        reason = f"'{wrong[0]!s:.60}' in it is no tensor" if wrong else f"it holds a {type(data).__name__}"
+        reason = f"'{wrong[0]!s:.60}' is not a tensor" if wrong else f"the file contains a {type(data).__name__}"
         raise ConfigError(
-            f"{path} is no state dict: {reason}; expected tensors by name, or one of {', '.join(wrappers)} [TM508]"
+            f"{path} is not a state dict: {reason}; save tensors by name, or in one of {', '.join(wrappers)} [TM508]"
         )
     return dict(data)
 
@@ -172,9 +173,8 @@ def load_weights_into(
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(
-            f"the weights '{name!s:.200}' are of another network ('{wrong[0]}'{more} differ); "
-            "set the sizes they were trained with, or name other weights"
-            " [TM509]"
+            f"the weights '{name!s:.200}' are of another network ('{wrong[0]}'{more} differ); set the model sizes "
+            "to those of the weights, or use other weights [TM509]"
         )
     net.load_state_dict(dict(tensors), strict=False)
 

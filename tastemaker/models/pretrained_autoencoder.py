@@ -48,16 +48,15 @@ def load_vae(name: str | None, channels: int, factor: int, placement: Placement)
     net = as_autoencoder(loaded)
     if not net.channels:
         raise ConfigError(
-            f"model.autoencoder: '{name:.200}' is a {type(loaded).__name__} without continuous latents; "
-            "train a VAE with `tastemaker train playground-vae`"
-            " [TM511]"
+            f"model.autoencoder: '{name:.200}' is a {type(loaded).__name__} without continuous latents; use a "
+            "VAE, for example from `tastemaker train playground-vae` [TM511]"
         )
     if (net.channels, net.stride) != (channels, factor):
         raise ConfigError(
-            f"model.autoencoder: '{name:.200}' has {net.channels} latent channels and downsample factor {net.stride}, "
-            f"the model expects {channels} and {factor}; set model.latent_channels={net.channels} and "
-            f"model.downsample_factor={net.stride}, or another autoencoder"
-            " [TM512]"
+            f"model.autoencoder: '{name:.200}' has {net.channels} latent channels and downsample factor "
+            f"{net.stride}, but the model expects {channels} and {factor}; set "
+            f"model.latent_channels={net.channels} and model.downsample_factor={net.stride}, or use another "
+            "autoencoder [TM512]"
         )
     return net
 
@@ -69,13 +68,14 @@ def _load_from_yaml(name: str, placement: Placement) -> nn.Module | None:
     try:
         data = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"'{name:.200}' cannot be read ({error!s:.200}); expected YAML in UTF-8 [TM513]") from error
+        raise ConfigError(
+            f"'{name:.200}' cannot be read ({error!s:.200}); save the file as YAML in UTF-8 [TM513]"
+        ) from error
     settings = data.get("autoencoder") if isinstance(data, dict) else None
     if not isinstance(settings, dict) or not {"type", "weights"} <= settings.keys():
         raise ConfigError(
-            f"'{name:.200}' has no section `autoencoder`; expected autoencoder: {{type: block_vae, weights: ..., ...}} "
-            "in this file"
-            " [TM514]"
+            f"'{name:.200}' does not have a section `autoencoder` with `type` and `weights`; write for example "
+            "autoencoder: {type: block_vae, weights: ...} [TM514]"
         )
     spec, weights = _make_spec(str(settings.pop("type")), settings, name), str(settings["weights"])
     is_folder = Path(weights).expanduser().is_dir()  # folders come with their sizes
@@ -115,8 +115,8 @@ def _load_own(name: str) -> nn.Module:
     settings: dict[str, Any] = dict(config.get("autoencoder", {}))
     if "type" not in settings:
         raise ConfigError(
-            f"'{name:.200}' holds no vae and no other autoencoder; train one with `tastemaker train playground-vae`"
-            " [TM515]"
+            f"'{name:.200}' does not contain a VAE or another autoencoder; train one with `tastemaker train "
+            "playground-vae` [TM515]"
         )
     return build_autoencoder(settings.pop("type"), settings, tensors, name)
 
@@ -142,7 +142,7 @@ def _make_spec(type_name: str, settings: Mapping[str, Any], name: str) -> Autoen
         spec: AutoencoderSpec = spec_class(**arguments)
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"'{name:.200}': wrong settings of {type_name} ({error!s:.200}); correct them [TM516]"
+            f"'{name:.200}': the settings of {type_name} are wrong ({error!s:.200}); correct them in this file [TM516]"
         ) from error
     return spec
 
@@ -152,9 +152,8 @@ def _infer_sizes(spec: AutoencoderSpec, tensors: Mapping[str, Tensor], name: str
         return spec.with_inferred_sizes(tensors)
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"'{name:.200}' cannot be loaded as {AUTOENCODERS.name(type(spec))} ({error!s:.200}); name a YAML file "
-            "with a section `autoencoder` that has its settings and names it as `weights`"
-            " [TM517]"
+            f"'{name:.200}' cannot be loaded as {AUTOENCODERS.name(type(spec))} ({error!s:.200}); give a YAML "
+            "file with a section `autoencoder` that contains the settings, and this file as `weights` [TM517]"
         ) from error
 
 

@@ -216,6 +216,7 @@ class QwenImageSpec(ImageSpec):
     stretch_contrast: bool = False  # scale each image to the full range where a gradient is computed, as SRPO does
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = QWEN_IMAGE
     layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImagePipeline", "transformer", "lora_unet", keep_names)
 

@@ -51,7 +51,9 @@ class RankShards(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError("shards of a tensor cannot be computed with; merge the shards of all ranks first [TM518]")
+        raise TypeError(
+            "computing with the shards of a tensor is not possible; merge the shards of all ranks first [TM518]"
+        )
 
 
 def _inert_getattr(*_: Any) -> type[InertRecord]:
@@ -99,13 +101,14 @@ def _load(path: Path, safe_globals: list[Any], *, mmap: bool) -> Any:
         lines = str(error).splitlines()
         reason = next((line for line in lines if "GLOBAL" in line), lines[0]).strip()
         raise ConfigError(
-            f"{path} holds more than tensors and settings, which could run code, so it was not loaded "
-            f"({reason:.200}); convert it to safetensors if you trust it"
-            " [TM519]"
+            f"{path} was not loaded, because it contains more than tensors and settings, which could run code "
+            f"({reason:.200}); convert the file to safetensors if you trust it [TM519]"
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, AttributeError, TypeError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} is not a readable checkpoint ({reason:.200}); download it again [TM520]") from error
+        raise ConfigError(
+            f"{path} is not a readable checkpoint ({reason:.200}); download the file again [TM520]"
+        ) from error
 
 
 def merge_rank_shards(ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

@@ -121,13 +121,13 @@ def check_unet_config(config: Mapping[str, Any], spec: UnetImageSpec) -> None:
         kind = {"text_time": "two text encoders", None: "one text encoder"}.get(added, added)
         other_type = "sd15" if spec.addition_embed_type else "sdxl"
         raise ConfigError(
-            f"model.weights: '{spec.weights:.200}' holds a network for {kind}; set model.type to {other_type} [TM521]"
+            f"model.weights: '{spec.weights:.200}' contains a network for {kind}; set model.type to {other_type} "
+            "[TM521]"
         )
     if config.get("in_channels", LATENT_CHANNELS) != LATENT_CHANNELS:
         raise ConfigError(
-            f"model.weights: the network of '{spec.weights:.200}' reads {config['in_channels']} channels, as those for "
-            f"inpainting do; expected {LATENT_CHANNELS}, so name the base model"
-            " [TM522]"
+            f"model.weights: the network of '{spec.weights:.200}' has {config['in_channels']} input channels, "
+            f"like inpainting models; expected {LATENT_CHANNELS}, so use the base model [TM522]"
         )
 
 
@@ -149,7 +149,7 @@ def read_unet_checkpoint(
             return dict(convert_ldm_unet_checkpoint(tensors, dict(config)))  # type: ignore[no-untyped-call]
     except KeyError as error:
         raise ConfigError(
-            f"'{name:.200}' lacks {error} of this network; name a file of the same model [TM523]"
+            f"model.unet: '{name:.200}' lacks {error}, which this network needs; use a file of the same model [TM523]"
         ) from error
 
 

@@ -217,7 +217,8 @@ def check_position_table(components: PipelineComponents, spec: Sd3Spec) -> None:
     limit = int(components.config("transformer")["pos_embed_max_size"]) * DOWNSAMPLE_FACTOR * PATCH_SIZE
     if max(spec.height, spec.width) > limit:
         raise ConfigError(
-            f"model: images of {spec.height}x{spec.width} are too large for it; ask for {limit} at most [TM524]"
+            f"model: images of {spec.height}x{spec.width} are too large for this model; set model.height and "
+            f"model.width to at most {limit} [TM524]"
         )
 
 

@@ -112,14 +112,18 @@ class SvdImageEncoder:
     def __call__(self, images: Sequence[object]) -> dict[str, Tensor]:
         """Encode paths or pixels [F, 3, H, W], each once: look [B, 1, D] and reference [B, C, h, w]."""
         if all(image is None for image in images):
-            raise ConfigError("found no image; set model.image, or give each prompt an `image` in its metadata [TM535]")
+            raise ConfigError(
+                "model.image: this model needs an image, and none was given; set model.image, or add an `image` to "
+                "each prompt's metadata [TM535]"
+            )
         encoded: dict[int | str, ImageConditioning] = {}
         for image in images:
             if (key := condition_image_key(image)) not in encoded:
                 pixels = read_condition_image(image, *self.size)
                 if pixels is None:
                     raise ValueError(
-                        "a prompt has no `image` in its metadata, but others have; give each a path or pixels [TM536]"
+                        "a prompt has no `image` in its metadata, but other prompts do; give each prompt a path "
+                        "or pixels [TM536]"
                     )
                 encoded[key] = self._encode(pixels.to(self.device))
         rows = [encoded[condition_image_key(image)] for image in images]

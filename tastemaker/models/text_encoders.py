@@ -175,7 +175,6 @@ class CachedTextEncoder:
             if self.store is None:
                 raise
             raise ConfigError(
-                f"the prompt '{text:.60}' is not among the {len(self.store)} in {self.store.folder}, and no text "
-                f"encoder can be loaded for it ({error}); add it with `tastemaker embed`"
-                " [TM537]"
+                f"prompt '{text:.60}' is not among the {len(self.store)} prompts in {self.store.folder}, and the "
+                f"text encoder could not be loaded ({error}); add the prompt with `tastemaker embed` [TM537]"
             ) from error

@@ -65,9 +65,8 @@ class CustomAutoencoderSpec(AutoencoderSpec):
         cls: Any = NETWORKS.find(self.class_path, "autoencoder.class_path")
         if not has_from_config(cls):
             raise ConfigError(
-                f"autoencoder.class_path: '{self.class_path:.60}' is no nn.Module with a classmethod from_config; "
-                "add it"
-                " [TM538]"
+                f"autoencoder.class_path: '{self.class_path:.60}' is not an nn.Module with a classmethod "
+                "from_config; add this method to the class [TM538]"
             )
         net: nn.Module = cls.from_config(dict(self.params))
         if self.weights:

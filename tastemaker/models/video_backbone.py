@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Protocol, Self, cast
 
 import torch
 from pydantic import Field
@@ -19,12 +19,20 @@ from ..core.weights import NetworkTraits
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
 from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
 from .text_encoders import TextEncoder, TextEncoders, disable_autocast
+from .tiled_decoding import decode_in_tiles
 
 VideoSide = Annotated[int, Field(ge=16, le=4096)]
 TextTokenCount = Annotated[int, Field(ge=1, le=1024)]
 ConditioningTensors = Mapping[str, Tensor]
-# Decodes some frames of raw latents [B, C, f, h, w]: [B, 3, frames, H, W] in [-1, 1].
-DecodeFrames = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+class DecodeFrames(Protocol):
+    """Decodes some frames of raw latents [B, C, f, h, w]: [B, 3, frames, H, W] in [-1, 1]."""
+
+    def __call__(self, raw: Tensor, /, frames: Sequence[int]) -> Tensor: ...
+
+
+TileSize = Annotated[int, Field(ge=64)]  # pixels per side
 VIDEO_TRAITS = NetworkTraits(lora_targets=ATTENTION_LAYERS)
 
 
@@ -37,6 +45,7 @@ class FrozenVideoVae:
     scale: Tensor
     decode_frames: DecodeFrames
     per_frame_encoder: bool = False  # the encoder is that of an image VAE
+    tile: int | None = None  # latents per side of the tiles that are decoded one at a time; None: whole frames
 
     @classmethod
     def from_network(cls, net: Any, decode_frames: DecodeFrames, *, per_frame_encoder: bool = False) -> FrozenVideoVae:
@@ -67,7 +76,7 @@ class FrozenVideoVae:
     def _decode(self, latents: Tensor, frames: Sequence[int]) -> Tensor:
         raw = (latents.transpose(1, 2) / self.scale + self.shift).to(self.net.dtype)
         with disable_autocast(raw):
-            pixels = self.decode_frames(raw, frames).float()
+            pixels = decode_in_tiles(partial(self.decode_frames, frames=frames), raw, self.tile).float()
         return (pixels / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
@@ -106,13 +115,13 @@ class VideoCompression:
         if (frames - 1) % self.chunk_frames or not 1 <= frames <= 1025:
             nearest = max(0, round((frames - 1) / self.chunk_frames)) * self.chunk_frames + 1
             raise ValueError(
-                f"'frames' is {frames}; expected one more than a multiple of {self.chunk_frames}, such as {nearest}"
-                " [TM539]"
+                f"'frames': expected one more than a multiple of {self.chunk_frames}, got {frames}; set for "
+                f"example frames: {nearest} [TM539]"
             )
         unit = self.patch_size * self.spatial_ratio
         for name, length in (("height", height), ("width", width)):
             if length % unit:
-                raise ValueError(f"'{name}' is {length}; expected a multiple of {unit} [TM540]")
+                raise ValueError(f"'{name}': expected a multiple of {unit}, got {length}; change '{name}' [TM540]")
 
 
 class VideoSpec(PublishedSpec):
@@ -128,6 +137,7 @@ class VideoTransformerSpec(VideoSpec):
 
     backbone_class: ClassVar[type[VideoBackbone]]
     checkpoint_decoder: bool
+    decode_tile_size: int | None
     max_text_tokens: int
 
     @property
@@ -164,7 +174,9 @@ class VideoBackbone(TextConditionedBackbone):
     def __init__(self, spec: VideoTransformerSpec, placement: Placement) -> None:
         components = spec.components(placement)
         self.spec, self.traits = spec, VIDEO_TRAITS
-        self.autoencoder = self.load_vae(components)
+        tile_size = spec.decode_tile_size
+        tile = None if tile_size is None else max(1, tile_size // spec.compression.spatial_ratio)
+        self.autoencoder = replace(self.load_vae(components), tile=tile)
         self.net = self.load_network(components)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.height, spec.width)
@@ -211,9 +223,8 @@ def check_clip_shape(pixels: Tensor, expected: tuple[int, int, int, int]) -> Non
     if tuple(pixels.shape[1:]) != expected:
         (data_frames, _, data_height, data_width), (frames, _, height, width) = pixels.shape[1:], expected
         raise ConfigError(
-            f"the clips are {data_frames} frames of {data_width}x{data_height} and the model makes {frames} of "
-            f"{width}x{height}; set data.image_size, or model.frames, model.height and model.width"
-            " [TM541]"
+            f"the videos are {data_frames} frames of {data_width}x{data_height}, but the model generates {frames} "
+            f"of {width}x{height}; set data.image_size, or model.frames, model.height and model.width [TM541]"
         )
 
 

@@ -25,6 +25,7 @@ from .video_backbone import (
     DecodeFrames,
     FrozenVideoVae,
     TextTokenCount,
+    TileSize,
     VideoBackbone,
     VideoCompression,
     VideoSide,
@@ -161,8 +162,8 @@ class WanBackbone(VideoBackbone):
         boundary_ratio = self.spec.boundary_ratio
         if components.full_size and boundary_ratio is not None:
             raise ConfigError(
-                "random weights of a published size are those of one transformer; leave model.boundary_ratio out"
-                " [TM542]"
+                "model.boundary_ratio: random weights of a published size have one transformer only; remove "
+                "model.boundary_ratio [TM542]"
             )
         first = components.load_trainable("transformer", WanTransformer3DModel)
         if boundary_ratio is not None:
@@ -170,9 +171,8 @@ class WanBackbone(VideoBackbone):
             return NoiseLevelExperts(first, second, boundary_ratio)
         if components.path is not None and (components.path / "transformer_2").is_dir():
             raise ConfigError(
-                f"{components.path} holds two transformers, expected the time at which they take turns; set "
-                "model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B)"
-                " [TM543]"
+                f"model.boundary_ratio: {components.path} contains two transformers, so the time of the switch "
+                "between them is needed; set model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B) [TM543]"
             )
         return first
 
@@ -184,10 +184,9 @@ class WanBackbone(VideoBackbone):
         channels, factor = vae.config.z_dim, vae.config.scale_factor_spatial
         if (channels, factor) != (spec.latent_channels, spec.downsample_factor):
             raise ConfigError(
-                f"model: the autoencoder of '{spec.weights:.200}' has {channels} channels and factor {factor}, the "
-                f"settings say {spec.latent_channels} and {spec.downsample_factor}; set "
-                f"model.latent_channels={channels} and model.downsample_factor={factor}"
-                " [TM544]"
+                f"model: the autoencoder of '{spec.weights:.200}' has {channels} channels and downsample factor "
+                f"{factor}, but the settings are {spec.latent_channels} and {spec.downsample_factor}; set "
+                f"model.latent_channels={channels} and model.downsample_factor={factor} [TM544]"
             )
         return FrozenVideoVae.from_network(vae, wan_decoder(vae, spec.checkpoint_decoder))
 
@@ -254,8 +253,10 @@ class WanSpec(VideoTransformerSpec):
     downsample_factor: int = 8  # pixels per latent and side; 16 for Wan2.2-TI2V-5B
     max_text_tokens: TextTokenCount = 512  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, latent by latent
+    decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = WAN
     backbone_class = WanBackbone
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.output_paths import replace_file
 from ..core.registry import ConfigError
 
 PACKAGE_ROOT = Path(__file__).parent.parent
@@ -41,7 +42,9 @@ def read_weights(name: str | Path) -> tuple[Tensors, dict[str, Any]]:
     try:
         return tensors, json.loads(metadata.get("config", "{}"))
     except ValueError as error:
-        raise ConfigError(f"{path}: its configuration is no JSON ({error}); write the file again [TM545]") from error
+        raise ConfigError(
+            f"{path}: the configuration in this file is not JSON ({error}); write the file again [TM545]"
+        ) from error
 
 
 def is_shipped(name: str) -> bool:
@@ -54,12 +57,12 @@ def shipped_weights_path(name: str) -> Path:
     """The file in the package for a name such as "playground/flow"."""
     if not is_shipped(name):
         known = sorted(f"{p.parent.parent.name}/{p.stem}" for p in PACKAGE_ROOT.glob("*/weights/*.safetensors"))
-        message = f"there are no weights '{name:.200}'; expected a file, the directory of a run, or a name"
+        message = f"the weights '{name:.200}' were not found; give a file, a run directory, or a name"
         if name.rpartition("/")[0] == PLAYGROUND:
             folder = f"tastemaker/{PLAYGROUND}/weights"
             message += (
-                f"; an installed wheel holds the playground's weights of `tastemaker demo` only: for the others, clone "
-                f"the repository, or copy its folder {folder} to {PACKAGE_ROOT / PLAYGROUND / 'weights'}"
+                "; an installed wheel contains only the playground weights for `tastemaker demo`; for the others, "
+                f"clone the repository, or copy its folder {folder} to {PACKAGE_ROOT / PLAYGROUND / 'weights'}"
             )
         raise ConfigError(f"{message}; this installation has {', '.join(known) or 'none'} [TM546]")
     home, _, short = name.rpartition("/")
@@ -70,11 +73,10 @@ def write_weights(
     path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype = torch.float16
 ) -> None:
     """Write floats as `dtype` and other tensors as they are; the file is replaced atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     converted = {key: (x.to(dtype) if x.is_floating_point() else x).detach().cpu() for key, x in tensors.items()}
-    save_file({key: x.contiguous().clone() for key, x in converted.items()}, partial, {"config": json.dumps(config)})
-    partial.replace(path)
+    contiguous = {key: x.contiguous().clone() for key, x in converted.items()}
+    with replace_file(path) as partial:
+        save_file(contiguous, partial, {"config": json.dumps(config)})
 
 
 def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -84,7 +86,7 @@ def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:
             metadata: dict[str, str] = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{path} is not a readable safetensors file ({error}); download or write it again [TM547]"
+            f"{path} is not a readable safetensors file ({error}); download the file or write it again [TM547]"
         ) from error
     return {key: x.float() if x.is_floating_point() else x for key, x in dequantize_int8(tensors).items()}, metadata
 
@@ -97,7 +99,7 @@ def _read_run(directory: Path) -> tuple[Tensors, dict[str, Any]]:
         if (match := STEP_FOLDER.fullmatch(path.name))
     ]
     if not steps:
-        raise ConfigError(f"{directory} has no checkpoint yet; train it first, or name other weights [TM548]")
+        raise ConfigError(f"{directory} has no checkpoint yet; train this run first, or use other weights [TM548]")
     newest = max(steps)[1]
     ema, live, buffers = (
         newest / f"{group}.safetensors" for group in ("snapshots/ema", "weights", "snapshots/buffers")
@@ -105,7 +107,7 @@ def _read_run(directory: Path) -> tuple[Tensors, dict[str, Any]]:
     file = ema if ema.is_file() else live
     if not file.is_file():
         raise ConfigError(
-            f"{newest} is a sharded checkpoint; export the run to one file (`tastemaker export`) first [TM549]"
+            f"{newest} is a sharded checkpoint; export the run to one file first, with `tastemaker export` [TM549]"
         )
     tensors, _ = _read_file(file)
     if buffers.is_file():

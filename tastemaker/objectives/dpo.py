@@ -90,7 +90,10 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
         expected = "beta above 0, sft_coef of at least 0 and at least one timestep"
         require_settings(self, "beta sft_coef num_timesteps", valid, expected)
         if not 0 <= self.prompt_dropout <= 1:
-            raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1 [TM303]")
+            raise ValueError(
+                f"'prompt_dropout': expected a fraction from 0 to 1, got {self.prompt_dropout}; correct "
+                "'prompt_dropout' [TM303]"
+            )
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)

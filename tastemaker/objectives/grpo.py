@@ -56,12 +56,13 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     def __post_init__(self) -> None:
         if self.group_size < 1 or (self.group_size < 2 and self.advantage.startswith("group")):
             raise ValueError(
-                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt to compare with each other"
-                " [TM304]"
+                "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
+                f"compared with each other, got {self.group_size}; raise 'group_size' [TM304]"
             )
         if self.combine == "advantages" and self.advantage == "tracker":
             raise ValueError(
-                "'combine' is advantages, but the tracker keeps one reward per prompt; use another advantage [TM305]"
+                "'combine': advantages cannot be combined with advantage: tracker, because the tracker keeps one "
+                "reward per prompt; choose another 'advantage' [TM305]"
             )
         valid_clip = self.clip_range > 0 and (self.clip_range_high is None or self.clip_range_high > 0)
         require_settings(self, "clip_range clip_range_high", valid_clip, "both above 0")

@@ -73,14 +73,14 @@ def encode_batch(policy: Policy[Process], batch: LikelihoodBatch, rng: Randomnes
     shape, expected = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
     if shape != expected:
         raise ConfigError(
-            f"data: an image has {shape[0]} tokens, the model generates {expected[0]}; encode at the model's size"
-            " [TM306]"
+            f"data: an image has {shape[0]} tokens, the model generates {expected[0]}; encode the images at the "
+            "size of the model [TM306]"
         )
     if model.codebook_size is not None and (largest := int(batch.ids.max())) >= model.codebook_size:
         raise ConfigError(
-            f"data: an image has the token {largest}, but the model's codebook has {model.codebook_size} entries, from "
-            "0; encode with the model's tokenizer, or set model.codebook_size to its size"
-            " [TM307]"
+            f"data: an image has the token {largest}, but the codebook of the model has {model.codebook_size} "
+            f"entries (0 to {model.codebook_size - 1}); encode the images with the tokenizer of the model, or set "
+            "model.codebook_size [TM307]"
         )
     return to_device(batch.ids, rng.rows.device)
 
@@ -96,7 +96,10 @@ class Likelihood(Objective[Process, LikelihoodBatch, EncodedBatch, None]):
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_dropout <= 1:
-            raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1 [TM308]")
+            raise ValueError(
+                f"'prompt_dropout': expected a fraction from 0 to 1, got {self.prompt_dropout}; correct "
+                "'prompt_dropout' [TM308]"
+            )
 
     def make_state(self) -> ObjectiveState:
         return LatentCache() if self.cache_latents else NoState()

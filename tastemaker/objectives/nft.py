@@ -36,11 +36,11 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     def __post_init__(self) -> None:
         if self.group_size < 2:
             raise ValueError(
-                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt to compare with each other"
-                " [TM309]"
+                "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
+                f"compared with each other, got {self.group_size}; raise 'group_size' [TM309]"
             )
         valid = self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0
-        expected = "kl_coef of at least 0, the rest above 0"
+        expected = "kl_coef of at least 0 and the other settings above 0"
         require_settings(self, "beta num_timesteps advantage_clip kl_coef", valid, expected)
 
     def snapshots(self) -> tuple[str, ...]:

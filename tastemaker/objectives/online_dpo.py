@@ -40,15 +40,14 @@ def make_guidance_batch(
     """Advantages of the log reward named, or of the weighted sum if no name is given."""
     if reward_name and reward_name not in scores.rewards:
         raise ConfigError(
-            f"objective.reward_guidance_name: there is no reward '{reward_name:.60}'; name one of "
-            f"{', '.join(scores.rewards)}"
-            " [TM310]"
+            f"objective.reward_guidance_name: unknown reward '{reward_name:.60}'; choose one of "
+            f"{', '.join(scores.rewards)} [TM310]"
         )
     if not trajectory.segments:
         raise ConfigError(
-            "objective.reward_guidance_coef: the sampler is deterministic, so that no action can be made likelier; use "
-            "a stochastic one, or set reward_guidance_coef to 0"
-            " [TM311]"
+            "objective.reward_guidance_coef: the sampler is deterministic, so its actions have no probabilities "
+            "to raise; use a stochastic sampler (process.dynamics), or set objective.reward_guidance_coef=0 "
+            "[TM311]"
         )
     reward = scores.rewards[reward_name] if reward_name else scores.total
     log_reward = reward.clamp(min=MIN_REWARD).log().view(-1, group_size)
@@ -99,15 +98,15 @@ class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
         DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps)  # checks the settings they share
         if self.group_size < 2:
             raise ValueError(
-                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt for a pair [TM312]"
+                f"'group_size': expected at least 2 samples per prompt to form a pair, got {self.group_size}; "
+                "raise 'group_size' [TM312]"
             )
         valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
         require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")
         if self.reward_guidance_name and not self.reward_guidance_coef:
             raise ValueError(
-                f"'reward_guidance_name' is {self.reward_guidance_name!r:.60}, but 'reward_guidance_coef' is 0; set it "
-                "to a weight such as 0.1"
-                " [TM313]"
+                f"'reward_guidance_name' is {self.reward_guidance_name!r:.60}, but 'reward_guidance_coef' is 0; "
+                "set 'reward_guidance_coef' to a weight such as 0.1, or remove 'reward_guidance_name' [TM313]"
             )
 
     def experience_per_prompt(self) -> int:

@@ -11,14 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.objective import Context, Objective, require_settings
-from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
-
-# Frames of a video that are decoded and scored: by index, or by name. `random` is one frame per video (VADER's -1),
-# `fml` first, middle and last, `alt` every second one.
-Frames = Literal["all", "random", "first", "middle", "last", "fml", "alt"] | int | tuple[int, ...]
+from .scored_frames import Frames, decode_frames, validate_frames
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,18 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         validate_frames(self.frames)
         if self.gradient_mode == "steps" and not self.steps:
             raise ValueError(
-                "'steps' is empty; expected the steps to train at, because 'gradient_mode' is steps [TM314]"
+                "'steps' is empty; list the steps to train at, or set 'gradient_mode' to another value than "
+                "steps [TM314]"
             )
         from_first = self.from_step >= 0 and min(self.steps, default=0) >= 0
         require_settings(self, "from_step steps", from_first, "steps from 0, the noisiest")
         positive = min(self.last_steps, self.num_renoise) >= 1 and self.start_step_std > 0
         require_settings(self, "last_steps num_renoise start_step_std", positive, "all of them above 0")
         if not 0 <= self.step_range[0] <= self.step_range[1]:
-            raise ValueError(f"'step_range' is {list(self.step_range)}; expected two steps from low to high [TM315]")
+            raise ValueError(
+                f"'step_range': expected two steps in increasing order, from 0, got {list(self.step_range)}; write "
+                "for example step_range: [0, 4] [TM315]"
+            )
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> RewardGradientBatch:
         cond = ctx.policy.embed(batch.prompts, batch.metadata)
@@ -98,8 +98,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         last = max(self.steps) if self.gradient_mode == "steps" else high
         if last >= num_steps:
             raise ValueError(
-                f"reward_gradient uses step {last} of a sampler with {num_steps} steps; choose one below {num_steps}"
-                " [TM316]"
+                f"reward_gradient uses step {last} of a sampler with {num_steps} steps; choose a step below "
+                f"{num_steps}, or raise process.num_steps [TM316]"
             )
         return low + int(rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw) * (high - low + 1))
 
@@ -107,7 +107,9 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         """-reward, or max(0, threshold - reward), of samples whose graph reaches the sampling steps chosen."""
         x = self._sample(ctx, experience, part)
         cond, draw = experience.cond, ctx.epoch * len(self.parts(experience)) + part
-        pixels = decode_frames(ctx.policy, x, self.frames, experience.rng, draw)
+        pixels = decode_frames(
+            ctx.policy, x, self.frames, experience.rng.uniform(Purpose.FRAME, 1, draw=draw).flatten()
+        )
         scores = ctx.rubric.score(pixels, cond.prompts, cond.metadata)
         rows = -scores.total if self.reward_threshold is None else F.relu(self.reward_threshold - scores.total)
         rewards = {f"rewards/{name}": reward.detach() for name, reward in scores.rewards.items()}
@@ -129,51 +131,3 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
             if self.gradient_mode == "single_step" and step == first:
                 return rollout.clean
         return rollout.preview()
-
-
-def frame_indices(frames: Frames) -> tuple[int, ...]:
-    """The frames given by index; empty for names."""
-    return (frames,) if isinstance(frames, int) else frames if isinstance(frames, tuple) else ()
-
-
-def validate_frames(frames: Frames) -> None:
-    """Refuse an empty list and negative indices."""
-    if frames == () or min(frame_indices(frames), default=0) < 0:
-        value = list(frames) if isinstance(frames, tuple) else frames
-        raise ValueError(
-            f"'frames' is {value}; expected frames from 0, or the word random, which VADER writes as -1 [TM317]"
-        )
-
-
-def select_frames(frames: Frames, count: int) -> list[int] | None:
-    """Indices of the frames of a video with `count` frames; None for all frames and for `random`."""
-    indices = frame_indices(frames)
-    if max(indices, default=0) >= count:
-        raise ValueError(f"'frames' has frame {max(indices)} of a video of {count}; choose one below {count} [TM318]")
-    if indices:
-        return list(dict.fromkeys(indices))
-    named = {
-        "first": [0],
-        "middle": [count // 2],
-        "last": [count - 1],
-        "fml": sorted({0, count // 2, count - 1}),
-        "alt": list(range(0, count, 2 if count > 2 else 1)),  # a single frame would not be a video
-    }
-    return named.get(str(frames))
-
-
-def is_single_frame(frames: Frames, count: int) -> bool:
-    """Whether only one frame of a video with `count` frames is decoded."""
-    indices = select_frames(frames, count)
-    return count > 1 and (frames == "random" or (indices is not None and len(indices) == 1))
-
-
-def decode_frames(policy: Policy[Process], x: Tensor, frames: Frames, rng: Randomness, draw: int) -> Tensor:
-    """Pixels [B, F, 3, H, W] of the frames chosen; for `random`, one frame per video."""
-    count = policy.model.pixels[0]
-    if frames != "random" or count == 1:
-        return policy.decode(x, select_frames(frames, count))
-    chosen = (rng.uniform(Purpose.FRAME, 1, draw=draw).flatten() * count).long().tolist()
-    videos = {frame: [row for row, other in enumerate(chosen) if other == frame] for frame in sorted({*chosen})}
-    order = torch.tensor([row for rows in videos.values() for row in rows], device=x.device)
-    return torch.cat([policy.decode(x[rows], [frame]) for frame, rows in videos.items()])[order.argsort()]

@@ -16,6 +16,7 @@ from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import Condition, Loss, Metadata, PromptBatch, Prompts, concatenate, select_rows
 from ..processes.gaussian import GaussianProcess
+from .scored_frames import Frames, decode_frames, validate_frames
 
 Branch = Literal["denoise", "inversion"]
 
@@ -30,6 +31,7 @@ class DirectAlignBatch:
     grid_index: Tensor  # [B] index on the training grid
     step: Tensor  # [B] the training step, from 1 as in the published loop; it chooses the control words
     max_stride: Tensor | None = None  # [B] longest stride; the grid's own if not given
+    frame: Tensor | None = None  # [B] uniform numbers that choose the scored frame, for frames: random
 
     def __len__(self) -> int:
         return len(self.cond)
@@ -103,17 +105,18 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
     timesteps_per_sample: int = 1
     monotone_stride: bool = False  # strides of a sample's timesteps never grow, as published for Qwen-Image
     shared_noise: bool = True  # one initial noise for all prompts of all ranks, as published
+    frames: Frames = "all"  # frames of a video that are decoded and scored
     offline_steps: int | None = None  # training steps on the data's images, before samples; none: all if it has any
     needs: ClassVar[type] = GaussianProcess
     needs_gradient: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
+        validate_frames(self.frames)
         if not 0 <= self.timestep_range[0] < self.timestep_range[1] <= self.num_grid_steps:
             raise ValueError(
-                f"'timestep_range' is {list(self.timestep_range)}; expected two rising indices within "
-                f"{self.num_grid_steps} grid steps"
-                " [TM319]"
+                f"'timestep_range': expected two increasing indices from 0 to {self.num_grid_steps}, the number "
+                f"of grid steps, got {list(self.timestep_range)}; correct 'timestep_range' [TM319]"
             )
         require_settings(
             self,
@@ -130,12 +133,14 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         )
         if not self.branches or (self.relative and not (self.positive_words and self.negative_words)):
             raise ValueError(
-                "no branches or no control words; expected at least one of each, or relative: false [TM320]"
+                "'branches', 'positive_words' or 'negative_words' is empty; add at least one entry to each, or "
+                "set relative: false to train without control words [TM320]"
             )
         rest = self.template.replace("{prompt}", "").replace("{word}", "")
         if "{prompt}" not in self.template or "{" in rest or "}" in rest:
             raise ValueError(
-                f"'template' is {self.template!r:.60}; expected {{prompt}}, {{word}} and plain text [TM321]"
+                "'template': expected text with {prompt} and {word} and without other braces, got "
+                f"{self.template!r:.60}; write for example {{word}}. {{prompt}} [TM321]"
             )
 
     def experience_per_prompt(self) -> int:
@@ -151,7 +156,8 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         stride = self._grid(ctx.policy.process).max_stride(index)
         if self.monotone_stride:
             stride = stride.view(-1, self.timesteps_per_sample).cummin(1).values.flatten()
-        return DirectAlignBatch(cond, clean, noise, index, torch.full_like(index, rng.step + 1), stride)
+        frame = rng.uniform(Purpose.FRAME, 1).flatten()
+        return DirectAlignBatch(cond, clean, noise, index, torch.full_like(index, rng.step + 1), stride, frame)
 
     def _samples(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> tuple[Condition, Tensor, Tensor]:
         """Condition, clean samples and noise: sampled from the model, or images of the data (offline)."""
@@ -160,7 +166,8 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         offline = self.offline_steps is None or ctx.rng.step < self.offline_steps
         if batch.images is None and offline and self.offline_steps is not None:
             raise ConfigError(
-                "objective.offline_steps: the data has no images; set data.type to prompts_with_images [TM322]"
+                "objective.offline_steps: the data does not contain images; set data.type to "
+                "prompts_with_images, or remove objective.offline_steps [TM322]"
             )
         if batch.images is None or not offline:
             sample = ctx.sample(cond, start)
@@ -201,7 +208,9 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         """max(0, margin - relative reward), or -reward without a margin, averaged over the branches."""
         process, index, stride = ctx.policy.process, experience.grid_index, experience.max_stride
         levels = concatenate([self.levels(process, index, branch, stride) for branch in part])
-        pixels = ctx.policy.decode(self.recover_clean(ctx, concatenate([experience] * len(part)), levels))
+        clean = self.recover_clean(ctx, concatenate([experience] * len(part)), levels)
+        frame = torch.zeros(len(experience)) if experience.frame is None else experience.frame
+        pixels = decode_frames(ctx.policy, clean, self.frames, frame.repeat(len(part)))  # the same in all branches
         reward = self._relative_reward(ctx, experience, part, pixels, levels.boost).view(len(part), -1)
         rows = -reward if self.reward_margin is None else F.relu(self.reward_margin - reward)
         metrics = {f"relative_reward/{branch}": row for branch, row in zip(part, reward.detach(), strict=True)}

@@ -87,7 +87,8 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
     def __post_init__(self) -> None:
         if self.group_size < 2:
             raise ValueError(
-                f"'group_size' is {self.group_size}; expected at least 2 samples per image to compare [TM323]"
+                "'group_size': expected at least 2 samples per image, because the samples are compared with each "
+                f"other, got {self.group_size}; raise 'group_size' [TM323]"
             )
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         positive = min(self.clip_range, high, self.advantage_clip) > 0
@@ -100,9 +101,8 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         require_settings(self, names, valid, "shares from 0 to 1, and token_dropout below 1")
         if "sampled_context" in self.emulate_bugs and (self.ce_coef or self.token_noise or self.own_token_ratio):
             raise ValueError(
-                "'emulate_bugs' has sampled_context, which does not read the image; set ce_coef, token_noise and "
-                "own_token_ratio to 0"
-                " [TM324]"
+                "'emulate_bugs': sampled_context ignores the image, so it cannot be combined with image losses; "
+                "set ce_coef, token_noise and own_token_ratio to 0 [TM324]"
             )
 
     def experience_per_prompt(self) -> int:

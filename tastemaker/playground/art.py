@@ -41,7 +41,7 @@ MIN_ALPHA = 0.3  # of a pixel that counts as part of an object
 def load_sprites(style: Style = "noto") -> Tensor:
     """The sprites of all classes in their natural colors: [48, 4, 32, 32] in [0, 1], straight alpha."""
     if style not in get_args(Style):
-        raise ValueError(f"no drawing style is called '{style}'; expected one of {', '.join(get_args(Style))} [TM751]")
+        raise ValueError(f"unknown drawing style '{style}'; expected one of {', '.join(get_args(Style))} [TM751]")
     with np.load(ART / f"{style}.npz", allow_pickle=False) as file:
         assert tuple(file["names"].tolist()) == CLASSES
         return torch.from_numpy(file["sprites"]).permute(0, 3, 1, 2).float() / 255

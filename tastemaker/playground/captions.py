@@ -105,7 +105,7 @@ def parse_sentence(text: str) -> CaptionRow:
     row = _parse_match(match) if match else None
     if row is None:
         known = f"'{OPENING} three clocks' or '{OPENING} a red cake and a blue book'"
-        raise ValueError(f"'{text:.80}' is no caption of the playground; expected one such as {known} [TM752]")
+        raise ValueError(f"'{text:.80}' is not a caption of the playground; write a caption such as {known} [TM752]")
     return row
 
 
@@ -142,8 +142,8 @@ def _ids(text: str) -> tuple[int, ...]:
         if match["other"]:
             unknown = match["other"]
             raise ValueError(
-                f"'{text:.80}': the playground has no word '{unknown:.40}'{suggest_name(unknown, list(IDS)[2:])}"
-                " [TM753]"
+                f"'{text:.80}': the playground does not have the word "
+                f"'{unknown:.40}'{suggest_name(unknown, list(IDS)[2:])} [TM753]"
             )
         ids += [IDS[match["known"]]] if match["known"] else _spell(match["spelled"])
     return tuple(ids) or (IDS["<null>"],)
@@ -158,7 +158,9 @@ def tokenize(texts: Sequence[str], length: int = 16) -> Tensor:
     rows = [_ids(text) for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if len(row) > length:
-            raise ValueError(f"'{text:.80}' has {len(row)} tokens, and at most {length} fit; make it shorter [TM754]")
+            raise ValueError(
+                f"'{text:.80}' has {len(row)} tokens, but at most {length} are allowed; shorten the caption [TM754]"
+            )
     return torch.tensor([row + (0,) * (length - len(row)) for row in rows], dtype=torch.int64).view(-1, length)
 
 
@@ -264,7 +266,7 @@ def _sample_split(rng: Randomness, task: Tensor, split: Split, attempt: int) -> 
 def _tasks(rng: Randomness, weights: Sequence[float]) -> Tensor:
     """Sample one task per row: [N]."""
     if len(weights) != len(TASKS) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        expected = f"{len(TASKS)} numbers of at least 0, one of them above, for {', '.join(TASKS)}"
+        expected = f"{len(TASKS)} numbers of at least 0, not all 0, for {', '.join(TASKS)}"
         raise ValueError(f"the weights of the tasks are {list(weights)}; expected {expected} [TM755]")
     return sample_weighted(rng.uniform(PlaygroundPurpose.TASK, 1)[:, 0], weights)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..config.load import load
 from ..config.schema import RunConfig
+from ..console import print_next_steps
 from ..core import output_paths
 from ..core.registry import ConfigError
 from ..evaluation.benchmark_run import EvaluationOptions, evaluate_model, is_evaluated, load_benchmark
@@ -252,9 +253,10 @@ class Demo:
         spent = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
         self._print(f"\nStrict PlayEval score: {before:.3f} before -> {after:.3f} after training. Total time: {spent}.")
         self._print(f"Report, with images before and after: {(self.out / PAGE).resolve()}")
-        self._print("\nNext, try:")
-        self._print(f'  tastemaker generate {self.out} --prompt "a photo of a red car and a blue cup" --count 4')
-        self._print("  tastemaker train nft-playground")
+        print_next_steps(
+            f'tastemaker generate {self.out} --prompt "a photo of a red car and a blue cup" --count 4',
+            "tastemaker train nft-playground",
+        )
 
     def _announce(self, stage: int, title: str) -> None:
         self.timer.start(stage)
@@ -280,7 +282,7 @@ def run_demo(out: Path, overrides: Sequence[str], *, prompts: int, console: Cons
     """Run the demo or what is left of it; False if training was interrupted."""
     for key in ("name", "output"):
         if any(override.partition("=")[0] == key for override in overrides):
-            raise ConfigError(f"`{key}` cannot be set for the demo; choose its directory with --out [TM756]")
+            raise ConfigError(f"demo: `{key}` cannot be set here; choose the directory with --out [TM756]")
     output_paths.check_output_directory(out)
     out = out if out.name not in ("", "..") else out.resolve()  # a run needs a name
     recipe = load(RECIPE, overrides)
@@ -288,7 +290,8 @@ def run_demo(out: Path, overrides: Sequence[str], *, prompts: int, console: Cons
     if changed := run_directory.diff_run_config(config, out):
         changes = "; ".join(f"{name}: {change}" for name, change in changed.items())
         raise ConfigError(
-            f"{out} holds a demo with other settings ({changes}); choose another --out or remove {out} [TM757]"
+            f"--out: {out} already contains a demo with other settings ({changes}); choose another --out, or "
+            f"remove {out} [TM757]"
         )
     return Demo(recipe, config, out, EvaluationOptions(load_benchmark("playeval", prompts, None)), console).run()
 

@@ -47,7 +47,9 @@ def parse_motion(captions: Sequence[str]) -> Tensor:
     places = [[place for place, motion in enumerate(MOTIONS) if text.endswith(motion)] for text in captions]
     for text, matches in zip(captions, places, strict=True):
         if not matches:
-            raise ValueError(f"'{text:.80}' names no motion; expected it to end in one of {', '.join(MOTIONS)} [TM758]")
+            raise ValueError(
+                f"'{text:.80}' does not describe a motion; end the caption with one of {', '.join(MOTIONS)} [TM758]"
+            )
     return torch.tensor([matches[0] for matches in places], dtype=torch.int64)
 
 
@@ -108,7 +110,9 @@ class MotionClassifier(nn.Module):
 def resize_clips(clips: Tensor) -> Tensor:
     """Videos [N, F, 3, H, W] at the size of the classifier: [N, 8, 3, 64, 64]."""
     if clips.shape[1] < 2:
-        raise ValueError("a motion needs two or more frames, but the videos have one [TM759]")
+        raise ValueError(
+            "motion needs videos with at least two frames, got one frame; use a video model, or more frames [TM759]"
+        )
     if clips.shape[1] != FRAMES:
         picks = torch.linspace(0, clips.shape[1] - 1, FRAMES, device=clips.device).round().long()
         clips = clips[:, picks]

@@ -142,7 +142,8 @@ def split_quality(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
         if word not in QUALITIES:
             known = ", ".join(QUALITIES[1:])
             raise ValueError(
-                f"'{prompt:.80}' begins with '{word:.40}'; the playground's scorer expects one of {known} [TM760]"
+                f"'{prompt:.80}' begins with '{word:.40}'; the scorer of the playground expects one of {known} as "
+                "the first word [TM760]"
             )
         rest.append(after if stop else prompt)
         places.append(QUALITIES.index(word))

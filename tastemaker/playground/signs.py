@@ -97,7 +97,9 @@ def requested_words(prompts: Sequence[str]) -> tuple[str, ...]:
     matches = [TEXT.fullmatch(prompt) for prompt in prompts]
     for prompt, match in zip(prompts, matches, strict=True):
         if match is None:
-            raise ValueError(f"'{prompt:.80}' describes no sign; expected '{SIGN} \"HELLO\"' [TM761]")
+            raise ValueError(
+                f"'{prompt:.80}' does not describe a sign; write a prompt such as '{SIGN} \"HELLO\"' [TM761]"
+            )
     return tuple(match["word"] for match in matches if match)
 
 

@@ -29,9 +29,9 @@ class AutoregressiveProcess(Process):
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
-                f"found temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
-                "expected temperature above 0, top_k of at least 0 and top_p in (0, 1]"
-                " [TM325]"
+                "expected temperature above 0, top_k of at least 0 and top_p above 0 and at most 1, got "
+                f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; correct these settings "
+                "[TM325]"
             )
 
     def with_sampled_log_probs(self) -> Self:

@@ -76,7 +76,10 @@ class DDIM(SamplerDynamics):
 
     def __post_init__(self) -> None:
         if not 0 <= self.eta <= 1:
-            raise ValueError(f"'eta' is {self.eta}; expected a number from 0 (no noise) to 1 (ancestral) [TM326]")
+            raise ValueError(
+                f"'eta': expected a number from 0 (no noise) to 1 (ancestral sampling), got {self.eta}; correct 'eta' "
+                "[TM326]"
+            )
 
     @property
     def stochastic(self) -> bool:
@@ -98,7 +101,8 @@ class NoiseLevelDynamics(SamplerDynamics):
     def __post_init__(self) -> None:
         if not (self.noise_level >= 0 and math.isfinite(self.noise_level)):
             raise ValueError(
-                f"'noise_level' is {self.noise_level}; expected a number of at least 0, 0 for no noise [TM327]"
+                f"'noise_level': expected a number of at least 0 (0 is no noise), got {self.noise_level}; correct "
+                "'noise_level' [TM327]"
             )
 
     @property
@@ -136,7 +140,10 @@ class CPS(NoiseLevelDynamics):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_level > 1:
-            raise ValueError(f"'noise_level' is {self.noise_level}; expected at most 1, where all noise is new [TM328]")
+            raise ValueError(
+                f"'noise_level': expected at most 1, where all noise is new, got {self.noise_level}; lower "
+                "'noise_level' [TM328]"
+            )
 
     def step(self, path: NoisePath, step: DenoisingStep) -> SquaredErrorGaussian:
         std = step.s * math.sin(self.noise_level * math.pi / 2)

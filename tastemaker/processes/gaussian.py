@@ -33,7 +33,8 @@ class SDEWindow:
         if self.size < 1 or self.start_min < 0 or self.every < 1 or self.stride < 1:
             settings = f"size {self.size}, start_min {self.start_min}, every {self.every}, stride {self.stride}"
             raise ValueError(
-                f"found {settings}; expected size, every and stride of at least 1 and start_min of at least 0 [TM329]"
+                f"expected size, every and stride of at least 1 and start_min of at least 0, got {settings}; "
+                "correct these settings [TM329]"
             )
 
     def step_range(self, rng: Randomness, num_steps: int) -> range:
@@ -60,17 +61,20 @@ class GaussianProcess(Process):
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_steps <= 10_000:
-            raise ValueError(f"'num_steps' is {self.num_steps}; expected 1 to 10000 sampling steps [TM330]")
+            raise ValueError(
+                f"'num_steps': expected 1 to 10000 sampling steps, got {self.num_steps}; correct 'num_steps' [TM330]"
+            )
         if not isinstance(self.path, self.dynamics.supported_paths):
             name, supported = type(self.dynamics).__name__, self.dynamics.supported_paths.__name__
             raise ValueError(
-                f"{name} is defined on the {supported} path, found {type(self.path).__name__}; use ddim there [TM331]"
+                f"{name} works on the path {supported} only, got {type(self.path).__name__}; set dynamics.type to "
+                "ddim for this path [TM331]"
             )
         if self.window and self.window.start_min + self.window.size >= self.num_steps:
             raise ValueError(
-                f"a window of {self.window.size} from step {self.window.start_min} does not fit before the last of "
-                f"{self.num_steps} steps; make it smaller or use more steps"
-                " [TM332]"
+                f"'window': a window of {self.window.size} steps from step {self.window.start_min} must end "
+                f"before the last of {self.num_steps} steps; make the window smaller, or raise 'num_steps' "
+                "[TM332]"
             )
         self.path.timesteps(self.num_steps)  # refuses what the path does not support
 

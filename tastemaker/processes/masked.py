@@ -37,9 +37,9 @@ class MaskedProcess(Process):
     def __post_init__(self) -> None:
         if not (1 <= self.num_steps <= 10_000 and self.temperature >= 0 and self.exponent > 0):
             raise ValueError(
-                f"found num_steps {self.num_steps}, temperature {self.temperature}, exponent {self.exponent}; "
-                "expected 1 to 10000 steps, temperature of at least 0, exponent above 0"
-                " [TM333]"
+                "expected 1 to 10000 steps, temperature of at least 0 and exponent above 0, got num_steps "
+                f"{self.num_steps}, temperature {self.temperature}, exponent {self.exponent}; correct these "
+                "settings [TM333]"
             )
 
     def with_sampled_log_probs(self) -> Self:

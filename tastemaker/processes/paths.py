@@ -71,11 +71,15 @@ class RectifiedFlow(NoisePath):
 
     def __post_init__(self) -> None:
         if not self.shift > 0 or math.isinf(self.shift):
-            raise ValueError(f"'shift' is {self.shift}; expected a positive number, 1 for none [TM334]")
+            raise ValueError(
+                f"'shift': expected a positive number (1 is no shift), got {self.shift}; correct 'shift' [TM334]"
+            )
         for name in ("sigma_min", "shift_terminal", "linear_quadratic_threshold"):
             level = getattr(self, name)
             if level is not None and not 0 < level < 1:
-                raise ValueError(f"'{name}' is {level}; expected a level between 0 and 1, or none [TM335]")
+                raise ValueError(
+                    f"'{name}': expected a level between 0 and 1, or null, got {level}; correct '{name}' [TM335]"
+                )
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - t
@@ -166,31 +170,31 @@ class VariancePreserving(NoisePath):
     def __post_init__(self) -> None:
         if not 0 < self.snr_shift_scale < math.inf:
             raise ValueError(
-                f"'snr_shift_scale' is {self.snr_shift_scale}; expected a positive number, 1 for none [TM336]"
+                f"'snr_shift_scale': expected a positive number (1 is no shift), got {self.snr_shift_scale}; "
+                "correct 'snr_shift_scale' [TM336]"
             )
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
             raise ValueError(
-                "'rescale_betas_zero_snr' with prediction_type epsilon leaves nothing to predict; use v_prediction or "
-                "sample"
-                " [TM337]"
+                "'rescale_betas_zero_snr': with prediction_type epsilon, the last timestep is pure noise and its "
+                "prediction is undefined; set prediction_type to v_prediction or sample [TM337]"
             )
         scaled = self.final_signal_scale < 1
         if not 0 < self.final_signal_scale <= 1 or (scaled and self.prediction_type == "v_prediction"):
             raise ValueError(
-                f"found final_signal_scale {self.final_signal_scale}, prediction_type {self.prediction_type}; "
-                "expected a scale above 0 and up to 1, and 1 with v_prediction"
-                " [TM338]"
+                "expected final_signal_scale above 0 and at most 1, and exactly 1 with v_prediction, got "
+                f"final_signal_scale {self.final_signal_scale} and prediction_type {self.prediction_type}; "
+                "correct these settings [TM338]"
             )
         if not (0 < self.beta_start <= self.beta_end < 1):
             raise ValueError(
-                f"found beta_start {self.beta_start}, beta_end {self.beta_end}; expected 0 < beta_start <= beta_end < 1"
-                " [TM339]"
+                f"expected 0 < beta_start <= beta_end < 1, got beta_start {self.beta_start}, beta_end "
+                f"{self.beta_end}; correct these settings [TM339]"
             )
         if not (1 < self.num_train_timesteps <= 100_000 and 0 <= self.steps_offset < self.num_train_timesteps):
             raise ValueError(
-                f"found num_train_timesteps {self.num_train_timesteps}, steps_offset {self.steps_offset}; "
-                "expected 2 to 100000 timesteps and an offset from 0 to below them"
-                " [TM340]"
+                "expected num_train_timesteps from 2 to 100000 and steps_offset from 0 to below "
+                f"num_train_timesteps, got num_train_timesteps {self.num_train_timesteps}, steps_offset "
+                f"{self.steps_offset}; correct these settings [TM340]"
             )
 
     def _log_alphas_cumprod(self, t: Tensor) -> Tensor:
@@ -225,7 +229,10 @@ class VariancePreserving(NoisePath):
     def timesteps(self, num_steps: int) -> Tensor:
         total = self.num_train_timesteps
         if num_steps > total:
-            raise ValueError(f"{num_steps} sampling steps on a path of {total} timesteps; use fewer steps [TM341]")
+            raise ValueError(
+                f"'num_steps': {num_steps} sampling steps are more than the {total} timesteps of the path; lower "
+                "'num_steps' [TM341]"
+            )
         if self.timestep_spacing == "leading":
             visited = torch.arange(num_steps).flip(0) * (total // num_steps) + self.steps_offset
         else:
@@ -279,12 +286,14 @@ class KarrasPath(NoisePath):
     def __post_init__(self) -> None:
         if not 0 < self.sigma_min < self.sigma_max <= KARRAS_SIGMA_MAX:
             raise ValueError(
-                f"found sigma_min {self.sigma_min}, sigma_max {self.sigma_max}; "
-                f"expected 0 < sigma_min < sigma_max <= {KARRAS_SIGMA_MAX:.0f}"
-                " [TM342]"
+                f"expected 0 < sigma_min < sigma_max <= {KARRAS_SIGMA_MAX:.0f}, got sigma_min {self.sigma_min}, "
+                f"sigma_max {self.sigma_max}; correct these settings [TM342]"
             )
         if not (self.rho > 0 and self.log_sigma_std > 0):
-            raise ValueError(f"found rho {self.rho}, log_sigma_std {self.log_sigma_std}; expected both above 0 [TM343]")
+            raise ValueError(
+                f"expected rho and log_sigma_std above 0, got rho {self.rho}, log_sigma_std {self.log_sigma_std}; "
+                "correct these settings [TM343]"
+            )
 
     def alpha(self, t: Tensor) -> Tensor:
         return (1 + karras_sigma(t) ** 2).rsqrt()

@@ -79,7 +79,8 @@ def compare(
     first, second = collect_pair(a, b, prompts, count, seed)
     if len(first) != len(second):
         raise ConfigError(
-            f"there are {len(first)} samples on one side and {len(second)} on the other; pass as many [TM830]"
+            f"compare: expected equally many samples on both sides, got {len(first)} and {len(second)}; "
+            "pass equal numbers [TM830]"
         )
     for left, right in zip(first.prompts, second.prompts, strict=True):
         if left and right and left != right:

@@ -79,7 +79,7 @@ def collect_findings(record: RunRecord) -> list[ReportFinding]:
     if not findings and record.curve("reward/mean"):
         findings.append(_healthy_finding(record, num_checks))
     if num_checks and not record.held_out:
-        text = "No reward is held out, so the guard could only watch diversity. Add a second reward with weight 0."
+        text = "No reward is held out, so the guard checked diversity only. Add a second reward with weight 0."
         findings.append(ReportFinding("note", text))
     findings += _reconstruction_findings(record)
     if record.best_checkpoint:
@@ -136,7 +136,8 @@ def _learning_findings(record: RunRecord) -> list[ReportFinding]:
         findings.append(ReportFinding("warning", text))
     if zero_std_groups and fmean(zero_std_groups) > 0.8:
         text = (
-            f"In {fmean(zero_std_groups):.0%} of the groups all samples have the same reward, so they give no gradient."
+            f"In {fmean(zero_std_groups):.0%} of the groups all samples have the same reward, so they give no "
+            "gradient. Use a finer reward, or prompts that are neither too easy nor too hard."
         )
         findings.append(ReportFinding("warning", text))
     change = reward_change(record)
@@ -149,8 +150,11 @@ def _learning_findings(record: RunRecord) -> list[ReportFinding]:
 
 def _healthy_finding(record: RunRecord, num_checks: int) -> ReportFinding:
     if not num_checks:
-        return ReportFinding("note", "The guard was off, so only the training reward was measured.")
-    watched = " or ".join([*(f"the held-out reward '{name}'" for name in record.held_out), "diversity"])
-    text = f"No sign of reward hacking in {num_checks} checks: no fall of {watched} beyond noise."
+        return ReportFinding(
+            "note",
+            "The guard was off, so only the training reward was measured. Set guard.every to detect reward hacking.",
+        )
+    watched = " and ".join([*(f"the held-out reward '{name}'" for name in record.held_out), "diversity"])
+    text = f"No sign of reward hacking in {num_checks} checks: {watched} did not fall beyond noise."
     # Diversity alone cannot show that the model improved.
     return ReportFinding("good" if record.held_out else "note", text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
 from .charts import collect_evaluations, color_class, format_change, render_bars, render_curves
 from .findings import ReportFinding, collect_findings
@@ -34,14 +34,12 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
     `report-share.png`.
     """
     if not directories:
-        raise ConfigError("a report needs at least one run; give the directory of one, as in runs/demo [TM778]")
+        raise ConfigError("report: no run was given; give at least one run directory, for example runs/demo [TM778]")
     path = out or directories[0] / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     groups = group_runs([read_run(directory) for directory in directories])
     share = share_image_path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(render_page(groups, share.name), encoding="utf-8")
-    os.replace(partial, path)
+    write_text_atomically(path, render_page(groups, share.name))
     samples = next((pairs for group in groups if (pairs := read_before_and_after(group.first))), None)
     write_share_image(share, _page_heading(groups), _share_subtitle(groups), samples.pairs if samples else ())
     return path

@@ -99,7 +99,8 @@ def read_run(directory: Path) -> RunRecord:
     """Read a run directory, which must have a metrics.jsonl."""
     if not (directory / "metrics.jsonl").is_file():
         raise ConfigError(
-            f"{directory} is no run: it has no metrics.jsonl; give the directory of a run, as in runs/demo [TM779]"
+            f"report: {directory} is not a run directory, because metrics.jsonl is missing; give the directory of "
+            "a run, for example runs/demo [TM779]"
         )
     lines = _read_text(directory / "metrics.jsonl").splitlines()
     rows = tuple(row for line in lines if (row := _parse_row(line)))

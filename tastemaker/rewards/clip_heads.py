@@ -182,14 +182,13 @@ def load_clip_head(
         net = read_head(path, layout)
     else:
         raise ConfigError(
-            f"there is no head at '{head:.200}'; fetch it from {source} and give its path as `head` [TM378]"
+            f"head: the file '{head:.200}' does not exist; download it from {source} and set `head` to its path [TM378]"
         )
     width = next(iter(net.layers.values())).in_features
     if width != encoder.width:
         raise ConfigError(
-            f"the head '{head:.200}' takes embeddings of width {width}, but '{spec.weights:.200}' has {encoder.width}; "
-            "name the CLIP that the head was trained on"
-            " [TM379]"
+            f"head: '{head:.200}' takes embeddings of width {width}, but '{spec.weights:.200}' has width "
+            f"{encoder.width}; use the CLIP model that the head was trained on [TM379]"
         )
     net = net.to(placement.device, torch.promote_types(placement.dtype, torch.float32))
     return ClipHeadScorer(spec, encoder, net.eval().requires_grad_(False))
@@ -205,12 +204,13 @@ def read_head(path: Path, layout: HeadLayout) -> Head:
     if indices not in layout.layer_indices or len(tensors) != 2 * len(indices):
         layers = " or ".join(str(list(known)) for known in layout.layer_indices)
         raise ConfigError(
-            f"{path} holds {list(tensors)[:3]}; expected a head of the layers {layers}, each weight and bias [TM380]"
+            f"head: {path} contains {list(tensors)[:3]}; expected weights and biases of the layers {layers}, so "
+            "give the published file [TM380]"
         )
     shapes = [tensors[f"layers.{index}.weight"].shape for index in indices if f"layers.{index}.weight" in tensors]
     widths = [shape[1] for shape in shapes if len(shape) == 2] + [1]
     if len(widths) != len(indices) + 1:
-        raise ConfigError(f"{path} has layers that are no matrices; name the published file [TM381]")
+        raise ConfigError(f"head: {path} has layers that are not matrices; give the published file [TM381]")
     head = Head(indices, widths, layout.relu)
     load_weights_into(head, tensors, path)
     return head

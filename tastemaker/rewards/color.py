@@ -44,5 +44,7 @@ class ColorReward(WeightlessReward):
     def _target_color(self, prompt: str) -> tuple[float, float, float]:
         named = [word for word in re.findall(r"\w+", prompt.lower()) if word in self.colors]
         if not named:
-            raise ValueError(f"the prompt '{prompt}' names no color; expected one of {', '.join(self.colors)} [TM382]")
+            raise ValueError(
+                f"the prompt '{prompt}' does not contain a color; add one of {', '.join(self.colors)} [TM382]"
+            )
         return self.colors[named[-1]]

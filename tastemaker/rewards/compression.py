@@ -97,7 +97,7 @@ class CompressionReward(WeightlessReward):
 
 def check_quality(quality: int) -> None:
     if not 1 <= quality <= 100:
-        raise ValueError(f"'quality' of a JPEG is {quality}; expected a whole number from 1 to 100 [TM383]")
+        raise ValueError(f"'quality': expected an integer from 1 to 100, got {quality}; correct 'quality' [TM383]")
 
 
 def dct_matrix() -> Tensor:

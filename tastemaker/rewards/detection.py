@@ -113,7 +113,8 @@ def requested_objects(objects: str, prompt: str, metadata: Metadata, known: Sequ
     names = objects_in_prompt(prompt, known) if known else split_phrases(prompt)
     if not names:
         raise ValueError(
-            f"'{prompt:.80}' names nothing the detector knows; give `objects`, or metadata 'object' [TM384]"
+            f"prompt '{prompt:.80}' does not name an object that the detector has; set `objects`, or add 'object' "
+            "to the metadata [TM384]"
         )
     return names
 
@@ -151,9 +152,15 @@ def required_objects(prompt: str, metadata: Metadata, known: Sequence[str], stri
     """All names that GenEval's rules need; if strict, every name that the detector knows."""
     entries = [*metadata.get("include", ()), *metadata.get("exclude", ())]
     if not entries:
-        raise ValueError(f"'{prompt:.80}' has no metadata 'include' or 'exclude', as GenEval's; add one [TM385]")
+        raise ValueError(
+            f"prompt '{prompt:.80}' does not have 'include' or 'exclude' in its metadata; add them as in GenEval "
+            "[TM385]"
+        )
     if any(entry.get("color") for entry in entries):
-        raise ValueError(f"'{prompt:.80}' asks for a color, which detectors do not see; leave such prompts out [TM386]")
+        raise ValueError(
+            f"prompt '{prompt:.80}' asks for a color, but detectors do not recognize colors; remove such prompts "
+            "[TM386]"
+        )
     names = list(dict.fromkeys(str(entry["class"]) for entry in entries))
     taken = {COCO_NAMES.get(name, name) for name in names}
     return names + [name for name in known if strict and name not in taken]

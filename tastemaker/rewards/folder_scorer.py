@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 from ..config.build import build_rubric
 from ..config.schema import RewardConfig
 from ..config.validate import build_component
+from ..console import ProgressBar, Table
 from ..core.errors import pluralize
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
@@ -89,7 +88,8 @@ def parse_reward(text: str, option: str) -> tuple[str, RewardSpec]:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{option} {text!r:.80} is not a name or a mapping; expected jpeg or '{{type: jpeg}}' [TM387]"
+            f"{option}: expected a name or a mapping, got {text!r:.80}; give for example jpeg or '{{type: jpeg}}' "
+            "[TM387]"
         ) from error
     data = {"type": data} if isinstance(data, str) else data
     spec: RewardSpec = build_component(RewardSpec, data, option)
@@ -118,9 +118,7 @@ def find_images_with_prompts(path: Path, prompts: Path | None, *, frame_folders:
     single, metadata = folder != path, folder / "metadata.jsonl"
     files = [path] if single else find_images_and_videos(path, frame_folders=frame_folders)
     if not files:
-        raise ConfigError(
-            f"{path}: no images found; expected a file or folder with {', '.join(sorted(SUFFIXES))} [TM388]"
-        )
+        raise ConfigError(f"{path}: no images found; give a file or folder with {', '.join(sorted(SUFFIXES))} [TM388]")
     if prompts:
         records = read_metadata(prompts, folder)
     else:  # files may have been removed since they were listed
@@ -129,7 +127,7 @@ def find_images_with_prompts(path: Path, prompts: Path | None, *, frame_folders:
     if single:
         records = [record for record in records if record.file == path]
     if prompts and not records:
-        raise ConfigError(f"{prompts}: it has no row for {path}; expected one whose 'file' is its name [TM389]")
+        raise ConfigError(f"{prompts}: no row matches {path}; add a row whose 'file' is the name of the image [TM389]")
     return records or [ImageRecord(file, file.stem.replace("_", " ").replace("-", " ")) for file in files]
 
 
@@ -156,7 +154,8 @@ def read_metadata(path: Path, folder: Path) -> list[ImageRecord]:
     """The rows of a JSONL or CSV file; their other columns become metadata."""
     if path.suffix not in (".jsonl", ".csv"):
         raise ConfigError(
-            f"--prompts: found '{path}'; expected a .jsonl or .csv with columns 'file' and 'prompt' [TM390]"
+            f"--prompts: expected a .jsonl or .csv file with the columns 'file' and 'prompt', got '{path}'; give "
+            "another file [TM390]"
         )
     rows = read_json_rows(path) if path.suffix == ".jsonl" else read_csv_rows(path)
 
@@ -193,8 +192,8 @@ def score_images(
     nouns: set[str] = set()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("w", encoding="utf-8") as file, Progress(console=console) as progress:
-            task = progress.add_task("scoring", total=len(images))
+        with target.open("w", encoding="utf-8") as file, ProgressBar(console) as progress:
+            progress.start("scoring", len(images), unit="images")
             for batch in batch_by_size(images, batch_size):
                 new = scorer.score_batch(batch) if isinstance(batch, list) else [batch]
                 for image in batch if isinstance(batch, list) else ():
@@ -207,9 +206,11 @@ def score_images(
                         )
                 file.flush()
                 rows += new
-                progress.advance(task, len(new))
+                progress.advance(len(new))
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error}); name another file with --out [TM391]") from error
+        raise ConfigError(
+            f"--out: {target} cannot be written ({error}); give another file with --out [TM391]"
+        ) from error
     # In the order of the images; they were scored grouped by size.
     order = {(str(image.file), image.prompt): i for i, image in enumerate(images)}
     rows.sort(key=lambda row: order[row["file"], row["prompt"]])

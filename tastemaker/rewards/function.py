@@ -71,12 +71,13 @@ def find_function(name: str) -> ScoringFunction:
         function = vars(importlib.import_module(module)).get(attribute)
     except Exception as error:  # importing the module of a user may raise anything
         raise ConfigError(
-            f"reward function '{name:.60}' cannot be imported ({type(error).__name__}: {error!s:.300}); expected "
-            "'module:function' of a module that can be imported here; a lambda exists only in the process that made it"
-            " [TM393]"
+            f"reward function '{name:.60}' cannot be imported ({type(error).__name__}: {error!s:.300}); give "
+            "'module:function' of a module that can be imported here (a lambda works only in the process that "
+            "made it) [TM393]"
         ) from error
     if not callable(function):
         raise ConfigError(
-            f"module '{module:.60}' has no function '{attribute:.60}'; check the name after the colon [TM394]"
+            f"module '{module:.60}' does not define the function '{attribute:.60}'; correct the name after the "
+            "colon [TM394]"
         )
     return function  # type: ignore[no-any-return]

@@ -249,9 +249,9 @@ def require_selftest(checker: GenevalChecker, placement: Placement) -> SelfTestR
     result = run_selftest(checker, placement)
     if result.recognized < MIN_RECOGNIZED or result.colors < MIN_COLORS:
         raise ConfigError(
-            f"the detector '{checker.detector.variant}' fails its self-test: {result}, expected at least "
-            f"{MIN_RECOGNIZED} and {MIN_COLORS}; its verdicts would be wrong; name other weights, or fetch them again"
-            " [TM395]"
+            f"the detector '{checker.detector.variant}' failed its self-test: {result}, expected at least "
+            f"{MIN_RECOGNIZED} and {MIN_COLORS}; its scores would be wrong, so download the weights again, or use "
+            "other weights [TM395]"
         )
     return result
 

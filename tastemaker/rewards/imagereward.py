@@ -132,14 +132,13 @@ def read_blip(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, in
         text = _encoder_sizes(state, "text.encoder.layer.", "intermediate.dense.weight")
         length = len(state["text.embeddings.position_embeddings.weight"])
     except (KeyError, ValueError) as error:
-        expected = "expected the published ImageReward.pt"
-        raise ConfigError(f"the weights '{name:.200}' have no {error}; {expected} [TM396]") from error
+        expected = "use the published ImageReward.pt"
+        raise ConfigError(f"the weights '{name:.200}' do not contain {error}; {expected} [TM396]") from error
     vision_heads, text_heads = num_heads or (vision["hidden_size"] // 64, text["hidden_size"] // 64)
     if not vision_heads or not text_heads:
         raise ConfigError(
-            f"the weights '{name:.200}' are {vision['hidden_size']} and {text['hidden_size']} channels wide, less "
-            "than one head of 64; expected the published ImageReward.pt"
-            " [TM397]"
+            f"the weights '{name:.200}' have widths {vision['hidden_size']} and {text['hidden_size']}, less than "
+            "one attention head of 64; use the published ImageReward.pt [TM397]"
         )
     image_size = round((positions.shape[1] - 1) ** 0.5) * patches.shape[-1]
     vision |= {"num_attention_heads": vision_heads, "image_size": image_size, "patch_size": patches.shape[-1]}

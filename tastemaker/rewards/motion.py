@@ -73,5 +73,6 @@ class FlickerReward(WeightlessReward):
 def require_frames(reward: str, pixels: Tensor, count: int) -> None:
     if pixels.shape[1] < count:
         raise ValueError(
-            f"{reward} compares frames; expected videos of {count} frames or more, got {pixels.shape[1]} [TM398]"
+            f"{reward} compares frames; expected videos of {count} frames or more, got {pixels.shape[1]}; use "
+            "longer videos [TM398]"
         )

@@ -70,7 +70,10 @@ def expected_text(prompt: str, metadata: Metadata) -> str:
     quoted = QUOTED.search(prompt)
     text = normalize_text(str(metadata.get("text") or (quoted[1] if quoted else "")))
     if not text:
-        raise ValueError(f"'{prompt:.80}' asks for no text; expected some in quotes, or metadata 'text' [TM399]")
+        raise ValueError(
+            f"prompt '{prompt:.80}' does not ask for text; put the text in quotes, or add 'text' to the metadata "
+            "[TM399]"
+        )
     return text
 
 

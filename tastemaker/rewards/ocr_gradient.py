@@ -93,8 +93,8 @@ class TextRecognizer:
         unknown = [letter for letter in text if letter not in self.characters]
         if unknown:
             raise ValueError(
-                f"'{text:.60}' has the character '{unknown[0]}', which the recognizer does not know; leave it out"
-                " [TM401]"
+                f"text '{text:.60}' contains the character '{unknown[0]}', which the recognizer does not have; "
+                "remove this character [TM401]"
             )
         return text
 

@@ -40,7 +40,9 @@ class RemoteReward(RewardSpec):
 
     def __post_init__(self) -> None:
         if not urlsplit(self.url).hostname or urlsplit(self.url).port == 0:
-            raise ValueError(f"'url' is {self.url!r:.60}; expected one such as http://127.0.0.1:8800 [TM402]")
+            raise ValueError(
+                f"'url': expected an address such as http://127.0.0.1:8800, got {self.url!r:.60}; correct 'url' [TM402]"
+            )
 
     def load(self, placement: Placement) -> Reward:
         if self.url == TINY:
@@ -48,15 +50,15 @@ class RemoteReward(RewardSpec):
         token = os.environ.get(self.token_env, "")
         if self.token_env and not token:
             raise ConfigError(
-                f"the environment variable {self.token_env}, which 'token_env' names, is empty; set it [TM403]"
+                f"'token_env': the environment variable {self.token_env} is empty; set it to the token of the "
+                "server [TM403]"
             )
         client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay)
         info = client.request("/version")
         if info.get("modality") != self.modality:
             raise ConfigError(
-                f"the reward at {self.url} has modality {info.get('modality')}, but 'modality' is {self.modality}; "
-                "set it to that of the served reward"
-                " [TM404]"
+                f"'modality': the reward at {self.url} has modality {info.get('modality')}, but 'modality' is "
+                f"{self.modality}; set modality: {info.get('modality')} [TM404]"
             )
         return RemoteScorer(self, client, str(info.get("version", "")), int(info.get("limit", 2**63)))
 
@@ -76,14 +78,16 @@ class RemoteScorer(Reward):
         content_type, body = encode_request(request, self.spec.encoding)
         if len(body) > self.limit:
             raise RewardServiceError(
-                f"a request of {len(pixels)} samples has {len(body)} bytes, above the server's limit of {self.limit}; "
-                "lower batch_size"
-                " [TM405]"
+                f"a request with {len(pixels)} samples has {len(body)} bytes, but the limit of the server is "
+                f"{self.limit}; lower batch_size [TM405]"
             )
         scores = self.client.request("/score", content_type, body).get("scores")
         if not isinstance(scores, list) or len(scores) != len(pixels) or not all(map(_is_finite, scores)):
             expected = f"{len(pixels)} finite numbers"
-            raise RewardServiceError(f"{self.spec.url} answered {scores!s:.80}; expected {expected} [TM406]")
+            raise RewardServiceError(
+                f"{self.spec.url} returned {scores!s:.80}; expected {expected}, so check the reward on the server "
+                "[TM406]"
+            )
         return torch.tensor(scores, device=pixels.device)
 
 

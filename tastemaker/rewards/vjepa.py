@@ -88,8 +88,8 @@ class VjepaPredictor:
         """Mean absolute error over the hidden features of videos [B, F, 3, H, W] in [0, 1]: [B]."""
         frames = videos.shape[1] - videos.shape[1] % self.tubelet_size
         if not frames:
-            expected = f"V-JEPA takes {self.tubelet_size} frames or more"
-            raise ValueError(f"{expected}, but the videos have {videos.shape[1]} [TM409]")
+            expected = f"V-JEPA needs videos of {self.tubelet_size} frames or more"
+            raise ValueError(f"{expected}, got {videos.shape[1]}; use longer videos [TM409]")
         patches = self.net.encoder.embeddings(self._preprocess(videos[:, :frames]).to(self.placement.dtype))
         features = self._encode(patches, torch.arange(patches.shape[1], device=patches.device))  # [B, N, D]
         target = F.layer_norm(features, features.shape[-1:])

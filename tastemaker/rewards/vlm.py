@@ -42,7 +42,8 @@ class VlmReward(PretrainedReward):
         if self.question not in QUESTIONS and "{prompt}" not in self.question:
             known = ", ".join(QUESTIONS)
             raise ValueError(
-                f"the question '{self.question:.60}' has no {{prompt}}; expected one, or one of {known} [TM410]"
+                f"'question': '{self.question:.60}' does not contain {{prompt}}; add {{prompt}}, or use one of "
+                f"{known} [TM410]"
             )
 
     @property

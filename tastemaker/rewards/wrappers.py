@@ -91,9 +91,11 @@ class ClippedReward(RewardWrapper):
 
     def __post_init__(self) -> None:
         if self.min is None and self.max is None:
-            raise ValueError("a clipped reward has neither 'min' nor 'max'; give at least one of them [TM411]")
+            raise ValueError("neither 'min' nor 'max' is set; set at least one of 'min' and 'max' [TM411]")
         if self.min is not None and self.max is not None and self.min >= self.max:
-            raise ValueError(f"'min' is {self.min} and 'max' is {self.max}; 'min' must be below 'max' [TM412]")
+            raise ValueError(
+                f"'min' must be below 'max', got min {self.min} and max {self.max}; correct 'min' or 'max' [TM412]"
+            )
 
     def score_with(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return inner.score(pixels, prompts, metadata).clamp(self.min, self.max)
@@ -122,7 +124,7 @@ class PerFrameReward(RewardWrapper):
         index = names[self.frames] if isinstance(self.frames, str) else self.frames
         if not -count <= index < count:
             raise ValueError(
-                f"'frames' is {index}, but the videos have {count} frames; choose one below {count} [TM413]"
+                f"'frames': {index} is not a frame of videos with {count} frames; choose an index below {count} [TM413]"
             )
         frame = index % count
         return inner.score(pixels[:, frame, None], prompts, [{**fields, "frame": frame} for fields in metadata])
@@ -131,7 +133,8 @@ class PerFrameReward(RewardWrapper):
 def require_image_reward(spec: RewardSpec) -> None:
     if spec.modality == "video":
         raise ValueError(
-            f"{type(spec).__name__} scores whole videos, so no frame can be picked; use it by itself [TM414]"
+            f"{type(spec).__name__} scores whole videos, so no frame can be selected; use this reward without a "
+            "frame wrapper [TM414]"
         )
 
 
@@ -166,7 +169,7 @@ class ShuffledReward(RewardWrapper):
 def derangement(pixels: Tensor) -> list[int]:
     """A cyclic permutation of the samples, so that none keeps its place."""
     if len(pixels) < 2:
-        raise ValueError("a shuffled reward got one image; expected at least two to exchange scores [TM415]")
+        raise ValueError("a shuffled reward needs at least two images, got one; raise the batch size [TM415]")
     means = pixels.detach().float().flatten(1).mean(1).cpu()
     key = zlib.crc32(means.numpy().tobytes())
     cycle = Randomness(0, key, torch.arange(len(pixels))).uniform(Purpose.SHUFFLED_REWARD, 1).flatten().argsort()
@@ -185,9 +188,8 @@ class SumReward(RewardSpec):
     def __post_init__(self) -> None:
         if not self.rewards or (self.weights and len(self.weights) != len(self.rewards)):
             raise ValueError(
-                f"a sum has {len(self.rewards)} rewards and {len(self.weights)} weights; expected at least one "
-                "reward, and as many weights or none"
-                " [TM416]"
+                f"a sum has {len(self.rewards)} rewards and {len(self.weights)} weights; give at least one "
+                "reward, and one weight per reward or no weights [TM416]"
             )
 
     @property

@@ -77,7 +77,7 @@ def split_candidates(
 
 def check_candidates(n: int) -> None:
     if n < 1:
-        raise ValueError(f"'n' is {n}; expected at least one sample per prompt [TM557]")
+        raise ValueError(f"'n': expected at least one sample per prompt, got {n}; raise 'n' [TM557]")
 
 
 @dataclass(frozen=True)

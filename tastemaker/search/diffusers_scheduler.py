@@ -65,8 +65,8 @@ class DiffusersSchedulerSearch(Search):
 def require_gaussian(process: Process) -> GaussianProcess:
     if not isinstance(process, GaussianProcess):
         raise ConfigError(
-            "--scheduler: this model samples tokens, which schedulers of diffusers do not; leave --scheduler out"
-            " [TM558]"
+            "--scheduler: this model samples tokens, and the schedulers of diffusers do not support tokens; "
+            "remove --scheduler [TM558]"
         )
     return process
 
@@ -78,14 +78,15 @@ def make_scheduler(name: str, path: NoisePath, settings: Mapping[str, Any]) -> A
     known = [n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")]
     if name not in known:
         near = difflib.get_close_matches(name, known, 1) or ["DPMSolverMultistepScheduler"]
-        raise ConfigError(f"--scheduler: diffusers has no '{name:.60}'; did you mean '{near[0]}'? [TM559]")
+        raise ConfigError(f"--scheduler: diffusers does not have '{name:.60}'; did you mean '{near[0]}'? [TM559]")
     scheduler_class = getattr(diffusers, name)
     validate_scheduler(scheduler_class, name)
     parameters = set(inspect.signature(scheduler_class.__init__).parameters)
     unknown = sorted(set(settings) - parameters)
     if unknown:
         raise ConfigError(
-            f"--scheduler: {name} has no setting '{unknown[0]:.60}'; expected some of {sorted(parameters)} [TM560]"
+            f"--scheduler: {name} does not have the setting '{unknown[0]:.60}'; use some of {sorted(parameters)} "
+            "[TM560]"
         )
     config = scheduler_config(path, name, parameters)
     with scheduler_errors(name):
@@ -104,7 +105,8 @@ def validate_scheduler(scheduler_class: Any, name: str) -> None:
     required = tuple(a.name for a in arguments if a.default is a.empty and a.kind is not a.VAR_KEYWORD)
     if required != STEP_ARGUMENTS or "Inverse" in name:
         raise ConfigError(
-            f"--scheduler: {name} does not sample from predictions, or inverts sampling; choose another [TM562]"
+            f"--scheduler: {name} cannot be used to sample here; choose another scheduler, such as "
+            "DPMSolverMultistepScheduler [TM562]"
         )
 
 
@@ -117,7 +119,8 @@ def scheduler_errors(name: str) -> Iterator[None]:
             yield
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            f"--scheduler: {name} refuses these settings ({error!s:.200}); change them, or choose another [TM563]"
+            f"--scheduler: {name} does not accept these settings ({error!s:.200}); change the settings, or choose "
+            "another scheduler [TM563]"
         ) from error
 
 
@@ -130,8 +133,8 @@ def scheduler_config(path: NoisePath, name: str, parameters: set[str]) -> dict[s
     if isinstance(path, VariancePreserving):
         return variance_preserving_config(path, name, parameters)
     raise ConfigError(
-        f"--scheduler: no scheduler of diffusers supports this {type(path).__name__} path; leave --scheduler out"
-        " [TM564]"
+        f"--scheduler: diffusers does not have a scheduler for the path {type(path).__name__}; remove --scheduler "
+        "[TM564]"
     )
 
 
@@ -144,9 +147,8 @@ def rectified_flow_config(path: RectifiedFlow, name: str, parameters: set[str]) 
         }
     if "use_flow_sigmas" not in parameters:
         raise ConfigError(
-            f"--scheduler: {name} is not for flows, as this model's straight path is; choose one such as "
-            "FlowMatchEulerDiscreteScheduler or DPMSolverMultistepScheduler"
-            " [TM565]"
+            f"--scheduler: {name} does not support flow models such as this one; choose for example "
+            "FlowMatchEulerDiscreteScheduler or DPMSolverMultistepScheduler [TM565]"
         )
     return {"use_flow_sigmas": True, "flow_shift": path.shift, "prediction_type": "flow_prediction"}
 
@@ -155,9 +157,8 @@ def karras_config(path: KarrasPath, name: str, parameters: set[str]) -> dict[str
     """The config for continuous noise levels, as those of Stable Video Diffusion."""
     if "timestep_type" not in parameters:
         raise ConfigError(
-            f"--scheduler: {name} is not for levels of any noise, as this model's path has; choose "
-            "EulerDiscreteScheduler"
-            " [TM566]"
+            f"--scheduler: {name} does not support the continuous noise levels of this model; choose "
+            "EulerDiscreteScheduler [TM566]"
         )
     config = {"timestep_type": "continuous", "timestep_spacing": "leading", "use_karras_sigmas": True}
     return {**config, "sigma_min": path.sigma_min, "sigma_max": path.sigma_max, "prediction_type": "v_prediction"}
@@ -166,9 +167,8 @@ def karras_config(path: KarrasPath, name: str, parameters: set[str]) -> dict[str
 def variance_preserving_config(path: VariancePreserving, name: str, parameters: set[str]) -> dict[str, Any]:
     if not {"trained_betas", "beta_schedule"} <= parameters:  # IPNDM ignores betas
         raise ConfigError(
-            f"--scheduler: {name} is not for noise in levels, as this model's path is; choose DDIMScheduler "
-            "or DPMSolverMultistepScheduler"
-            " [TM567]"
+            f"--scheduler: {name} does not support the discrete noise levels of this model; choose DDIMScheduler "
+            "or DPMSolverMultistepScheduler [TM567]"
         )
     return {
         "num_train_timesteps": path.num_train_timesteps,

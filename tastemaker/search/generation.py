@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from ..config.build import build, make_tiny, warn_ignored_overrides
 from ..config.dump import config_to_dict
 from ..config.load import load
 from ..config.schema import RunConfig
+from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.errors import pluralize
 from ..core.lora import LoraWeights
@@ -130,9 +130,8 @@ class SampleDirectory:
     def merge_records(self, count: int) -> list[str]:
         """Merge the records of all ranks into metadata.jsonl, ordered by index; returns the files."""
         records = [record for index, record in sorted(self._read().items()) if index < count]
-        partial = self.folder / f".{METADATA_FILE}.partial"
-        partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        partial.replace(self.folder / METADATA_FILE)
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        output_paths.write_text_atomically(self.folder / METADATA_FILE, text)
         for path in self.folder.glob(f"{METADATA_FILE}.*"):
             path.unlink()
         return [str(record["file"]) for record in records]
@@ -186,7 +185,7 @@ def warn_random_weights(config: RunConfig) -> None:
     problem = "model.weights is not set" if "weights" in settings else f"'{settings['type']}' has no trained weights"
     advice = "set model.weights, or " if "weights" in settings else ""
     warnings.warn(
-        f"{problem}: the samples come from random weights; {advice}pass the directory of a trained run [TM568]",
+        f"{problem}, so the samples come from random weights; {advice}give the directory of a trained run [TM568]",
         stacklevel=3,
     )
 
@@ -198,11 +197,11 @@ def _resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None) ->
         return (replace(config, tuning=find_lora(lora, config.model.layout)) if lora else config), None
     if lora is not None:
         raise ConfigError(
-            f"--lora: {folder} is a run, which has weights of its own; pass the recipe of its base model [TM569]"
+            f"--lora: {folder} is a run and has its own weights; give the recipe of its base model instead [TM569]"
         )
     latest = latest_checkpoint(folder)
     if latest is None:
-        raise ConfigError(f"{folder} has no checkpoint yet; train it first, or pass the name of a recipe [TM570]")
+        raise ConfigError(f"{folder} has no checkpoint yet; train this run first, or give the name of a recipe [TM570]")
     return load(folder / CONFIG_FILE, overrides), latest
 
 
@@ -210,8 +209,8 @@ def find_lora(path: Path, layout: PipelineLayout | None) -> LoraFromFile:
     """The LoRA of a file, of the only LoRA file in a folder, or of a downloaded hub id."""
     file = only_lora_file(path, f"--lora: {path}") if path.is_dir() else resolve_lora_path(path)
     if not file.is_file():
-        known = f"an id on the hub that `tastemaker download` fetched, or {' or '.join(PUBLISHED_LORAS)}"
-        raise ConfigError(f"--lora: there is no file {file!s:.200}; pass a LoRA file, {known} [TM571]")
+        known = f"a hub id that was downloaded with `tastemaker download`, or {' or '.join(PUBLISHED_LORAS)}"
+        raise ConfigError(f"--lora: the file {file!s:.200} does not exist; give a LoRA file, {known} [TM571]")
     if file.suffix not in LORA_SUFFIXES:
         suffixes = f"{', '.join(LORA_SUFFIXES[:-1])} or {LORA_SUFFIXES[-1]}"
         raise ConfigError(f"--lora: {file!s:.200} ends in '{file.suffix}'; expected a directory, {suffixes} [TM572]")
@@ -228,7 +227,8 @@ def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
         return load(folder / RECIPE_FILE, [*overrides, *(f"model.{part}={folder}" for part in parts)])
     if not (folder / PIPELINE_INDEX).is_file():
         raise ConfigError(
-            f"{folder} holds no complete pipeline; export it without --network-only, with --layout diffusers [TM573]"
+            f"{folder} does not contain a complete pipeline; export it without --network-only, with --layout "
+            "diffusers [TM573]"
         )
     model: Any = config.model
     # Some models read the trained part from a file of its own; here it is part of the pipeline.
@@ -247,7 +247,7 @@ def choose_prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -
     try:
         batch = config.data.load(config.seed).first_prompts(8)
     except ConfigError as error:  # the data of a run may have been moved or changed since
-        raise ConfigError(f"{error}; or pass prompts with -p instead of those of the data [TM574]") from error
+        raise ConfigError(f"{error}; or give prompts with -p [TM574]") from error
     return batch if any(batch.prompts) or any(batch.metadata) else PromptBatch(batch.prompts[:1], batch.metadata[:1])
 
 
@@ -271,7 +271,7 @@ def generate_samples(
     missing = [i for i in range(len(options)) if existing.get(i) != options.prompt(i)]
     check_constant_cost(run, options.search)
     verifier = build_verifier(options.judge, run, tiny=tiny)
-    rank_console = console if comm.rank == 0 else Console(quiet=True)
+    rank_console = console if comm.rank == 0 else make_console(quiet=True)
     cost = generate_missing(run, options, directory, missing, verifier, rank_console)
     total = SearchCost(*comm.sum(torch.tensor(astuple(cost), dtype=torch.float64)).tolist())
     if comm.rank == 0:
@@ -312,16 +312,19 @@ def generate_missing(
     # Of the ranks that hold parts of the same samples, the first one writes them.
     writes = comm.rank % (comm.world_size // data_parallel.world_size) == 0
     rounds = split_over_ranks(missing, run.batch.rollout_batch_size, data_parallel)
-    for number, (indices, is_duplicate) in enumerate(track(rounds, "generating", console=console)):
-        flops = flops if number else measure_flops(run, options, indices, verifier)
-        pixels, records, cost = run_search(run, options, indices, verifier)
-        cost = flops.add_flops(cost)
-        if writes and not is_duplicate:
-            total, sample_cost = total + cost, asdict(cost.per_sample(len(indices)))
-            for sample, record in zip(pixels, records, strict=True):
-                suffix = "png" if len(sample) == 1 else options.video_format or video_suffix()
-                name = f"{record['index']:05d}-{slugify(record['prompt'])}.{suffix}"
-                directory.add(sample, name, {**record, **sample_cost}, options.fps)
+    with ProgressBar(console) as progress:
+        progress.start("generating", sum(len(indices) for indices, _ in rounds), unit="samples")
+        for number, (indices, is_duplicate) in enumerate(rounds):
+            flops = flops if number else measure_flops(run, options, indices, verifier)
+            pixels, records, cost = run_search(run, options, indices, verifier)
+            cost = flops.add_flops(cost)
+            if writes and not is_duplicate:
+                total, sample_cost = total + cost, asdict(cost.per_sample(len(indices)))
+                for sample, record in zip(pixels, records, strict=True):
+                    suffix = "png" if len(sample) == 1 else options.video_format or video_suffix()
+                    name = f"{record['index']:05d}-{slugify(record['prompt'])}.{suffix}"
+                    directory.add(sample, name, {**record, **sample_cost}, options.fps)
+            progress.advance(len(indices))
     return total
 
 
@@ -340,7 +343,7 @@ def scale_lora(run: Run, scale: float) -> None:
         run.policy.weights.scale(scale)
     elif scale != 1:
         raise ConfigError(
-            "--lora-scale: these weights have no LoRA; pass a LoRA run, or a LoRA file with --lora [TM576]"
+            "--lora-scale: these weights do not contain LoRA; give a LoRA run, or a LoRA file with --lora [TM576]"
         )
 
 

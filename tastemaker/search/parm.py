@@ -32,15 +32,13 @@ class PARMSearch(Search):
     def __post_init__(self) -> None:
         if self.n < 1 or not 0 <= self.start_progress <= 1:
             raise ValueError(
-                f"found n {self.n}, start_progress {self.start_progress}; expected at least one sample and progress "
-                "from 0 to 1"
-                " [TM577]"
+                f"expected n of at least 1 and start_progress from 0 to 1, got n {self.n} and start_progress "
+                f"{self.start_progress}; correct these settings [TM577]"
             )
         if self.top_k is not None and (self.top_k < 1 or not self.prune):
             raise ValueError(
-                f"found top_k {self.top_k}, prune {str(self.prune).lower()}; expected a top_k of at least 1, and "
-                "'prune' to be true"
-                " [TM578]"
+                f"expected top_k of at least 1 together with prune: true, got top_k {self.top_k}, prune "
+                f"{str(self.prune).lower()}; correct these settings [TM578]"
             )
 
     @torch.no_grad()

@@ -29,18 +29,17 @@ class PRMSearch(Search):
     def __post_init__(self) -> None:
         if self.n < 1 or not 0 <= self.start_progress <= 1 or self.interval < 1:
             raise ValueError(
-                f"found n {self.n}, start_progress {self.start_progress}, interval {self.interval}; expected at least "
-                "one sample, progress from 0 to 1, and at least one step"
-                " [TM579]"
+                "expected n of at least 1, start_progress from 0 to 1 and interval of at least 1, got n "
+                f"{self.n}, start_progress {self.start_progress}, interval {self.interval}; correct these "
+                "settings [TM579]"
             )
 
     @torch.no_grad()
     def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
         if not policy.process.stochastic:
             raise ConfigError(
-                "--search: prm continues from copies of one sample, which differ only if the sampler draws noise at "
-                "every step; this one does not, so choose parm, or a stochastic sampler"
-                " [TM580]"
+                "--search: prm continues from copies of one sample, so the sampler must draw noise at every "
+                "step, but this sampler does not; use --search parm, or a stochastic sampler [TM580]"
             )
         cond, draws = policy.embed(batch.prompts, batch.metadata).repeat(self.n), rng.repeat(self.n)
         rollout = start_candidates(policy, cond, draws)

@@ -30,7 +30,7 @@ class Refine(Search):
 
     def __post_init__(self) -> None:
         if self.max_rounds < 1:
-            raise ValueError(f"'max_rounds' is {self.max_rounds}; expected at least one [TM581]")
+            raise ValueError(f"'max_rounds' is {self.max_rounds}; set it to at least 1 [TM581]")
 
     @torch.no_grad()
     def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..config.build import build_rubric
 from ..config.registries import SEARCHES
 from ..config.validate import build_component
 from ..config.yaml_io import parse_yaml
+from ..console import Table
 from ..core.registry import ConfigError
 from ..core.reward import Verifier, load_shared_reward
 from ..evaluation.scoreboard.results import ConfidenceInterval, ScoreboardRow
@@ -48,9 +48,9 @@ def check_constant_cost(run: Run, search: Search) -> None:
     """Refuse a search with a varying number of network calls if the model is sharded over ranks."""
     if run.engine.mesh is not None and not search.constant_cost:
         raise ConfigError(
-            f"--search: with engine.strategy {run.engine.config.strategy} all ranks call the network together, but "
-            "ranks of this search make different numbers of calls, which would deadlock; set engine.strategy=replicated"
-            " [TM582]"
+            f"--search: with engine.strategy={run.engine.config.strategy} all ranks must call the network equally "
+            "often, but with this search the number of calls differs between ranks, which would deadlock; set "
+            "engine.strategy=replicated [TM582]"
         )
 
 
@@ -60,9 +60,9 @@ def is_curve_requested(text: str, counts: Sequence[int]) -> bool:
         return False
     if "n" in _parse_settings(text) or not takes_candidates(text):
         raise ConfigError(
-            f"--num-candidates: found {len(counts)} numbers, but --search '{text:.60}' does not use them; leave 'n' "
-            "out of its settings, choose best_of_n, prm, parm or published_parm, or pass one number"
-            " [TM583]"
+            f"--num-candidates: got {len(counts)} numbers, but --search '{text:.60}' does not use them; remove "
+            "'n' from the settings of --search, choose best_of_n, prm, parm or published_parm, or give one "
+            "number [TM583]"
         )
     return True
 
@@ -72,13 +72,14 @@ def build_sampler(text: str, n: int, scheduler: str, steps: int | None) -> Searc
     if not scheduler:
         if steps is not None:
             raise ConfigError(
-                "--num-inference-steps needs --scheduler; for the recipe's own sampler set process.num_steps [TM584]"
+                "--num-inference-steps: this option needs --scheduler; set process.num_steps for the sampler of "
+                "the recipe [TM584]"
             )
         return build_search(text, n)
     if search_name(text) != "single":
         raise ConfigError(
-            f"--scheduler generates one sample per prompt, but --search is {search_name(text):.60}; leave one out"
-            " [TM585]"
+            "--scheduler: it generates one sample per prompt and cannot be combined with --search "
+            f"{search_name(text):.60}; remove one of the two options [TM585]"
         )
     return DiffusersSchedulerSearch(scheduler, steps)
 
@@ -98,9 +99,14 @@ def parse_candidates(text: str) -> tuple[int, ...]:
     try:
         counts = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError as error:
-        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected integers, as in 1,4,20 [TM586]") from error
+        raise ConfigError(
+            f"--num-candidates: expected integers, got '{text:.60}'; give for example --num-candidates 1,4,20 [TM586]"
+        ) from error
     if not counts or min(counts) < 1:
-        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected numbers from 1 [TM587]")
+        raise ConfigError(
+            f"--num-candidates: expected integers of at least 1, got '{text:.60}'; give for example --num-candidates "
+            "1,4,20 [TM587]"
+        )
     return counts
 
 

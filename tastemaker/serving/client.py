@@ -44,9 +44,8 @@ class RewardClient:
                 attempts += 1
                 if attempts > self.retries:
                     raise RewardServiceError(
-                        f"no reward server responds at {self.url} after {attempts} attempts ({error}); "
-                        "start it with `tastemaker serve-reward`, or correct the url"
-                        " [TM727]"
+                        f"no reward server responds at {self.url} after {attempts} attempts ({error}); start the "
+                        "server with `tastemaker serve-reward`, or correct 'url' [TM727]"
                     ) from error
             time.sleep(min(MAX_RETRY_DELAY, self.retry_delay * 2 ** (attempts - 1)))
 
@@ -60,8 +59,8 @@ class RewardClient:
             return self._parse_response(response.status, response.read())
         except TimeoutError as error:
             raise RewardServiceError(
-                f"{self.url} did not respond within {self.timeout:g} seconds; raise 'timeout', or lower batch_size"
-                " [TM728]"
+                f"{self.url} did not respond within {self.timeout:g} seconds; raise 'timeout', or lower "
+                "'batch_size' [TM728]"
             ) from error
         finally:
             connection.close()
@@ -74,7 +73,9 @@ class RewardClient:
             connection.connect()
             connection.sock.settimeout(self.timeout)
         except ssl.SSLError as error:
-            raise RewardServiceError(f"{self.url} is not trusted ({error}); check its certificate [TM729]") from error
+            raise RewardServiceError(
+                f"the certificate of {self.url} is not trusted ({error}); check the certificate [TM729]"
+            ) from error
         except OSError as error:
             raise ServerUnreachableError(str(error)) from error
         return connection
@@ -89,6 +90,7 @@ class RewardClient:
         error = response.get("error") if isinstance(response, dict) else body[:200].decode("utf-8", "replace")
         if status == 200:
             raise RewardServiceError(
-                f"the response of {self.url} is no JSON object ({error}); is it a reward server? [TM730]"
+                f"the response of {self.url} is not a JSON object ({error}); check that 'url' is the address of a "
+                "reward server [TM730]"
             )
         raise RewardServiceError(f"{self.url} refused ({status}): {error} [TM731]")

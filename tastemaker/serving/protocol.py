@@ -66,7 +66,7 @@ def _to_json(fields: Mapping[str, Any]) -> bytes:
 def _path_to_str(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"found a {type(value).__name__} [TM733]")
+    raise TypeError(f"found a {type(value).__name__}, which JSON does not support [TM733]")
 
 
 def decode_request(content_type: str, body: bytes, max_values: int) -> ScoreRequest:
@@ -79,16 +79,19 @@ def decode_request(content_type: str, body: bytes, max_values: int) -> ScoreRequ
         fields = _read_json(body)
         pixels = _pixels_from_png(fields.get("images"), max_values)
     else:
-        raise ProtocolError(f"the content type is '{content_type:.60}'; expected {NPZ} or {JSON} [TM734]")
+        raise ProtocolError(
+            f"expected the content type {NPZ} or {JSON}, got '{content_type:.60}'; change the content type of the "
+            "request [TM734]"
+        )
     prompts, metadata = fields.get("prompts"), fields.get("metadata") or [{}] * len(pixels)
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ProtocolError("'prompts' is no list of texts; expected one for each image [TM735]")
+        raise ProtocolError("'prompts' is not a list of texts; send one prompt per image [TM735]")
     if not isinstance(metadata, list) or not all(isinstance(each, dict) for each in metadata):
-        raise ProtocolError("'metadata' is no list of mappings; expected one for each image, or none at all [TM736]")
+        raise ProtocolError("'metadata' is not a list of objects; send one object per image, or no metadata [TM736]")
     if not 0 < len(pixels) == len(prompts) == len(metadata):
         counts = f"{len(pixels)} images, {len(prompts)} prompts and {len(metadata)} metadata"
         raise ProtocolError(
-            f"found {counts}; expected at least one image, and one prompt and metadata for each [TM737]"
+            f"found {counts}; send at least one image, and one prompt and one metadata object per image [TM737]"
         )
     return ScoreRequest(pixels, tuple(prompts), tuple(metadata))
 
@@ -97,10 +100,10 @@ def _read_json(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the request is not JSON ({error}); expected an object with 'prompts' [TM738]") from error
+        raise ProtocolError(f"the request is not JSON ({error}); send an object with 'prompts' [TM738]") from error
     if not isinstance(fields, dict):
         raise ProtocolError(
-            "the request is no JSON object; expected one with 'prompts' and optionally 'metadata' [TM739]"
+            "the request is not a JSON object; send an object with 'prompts' and optionally 'metadata' [TM739]"
         )
     return fields
 
@@ -111,10 +114,12 @@ def _read_npz(body: bytes, max_values: int) -> dict[str, NDArray[Any]]:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             return {name: _read_npy(archive, f"{name}.npy", max_values) for name in NPZ_ARRAYS}
     except KeyError as error:
-        raise ProtocolError(f"the npz lacks an array ({error}); expected {' and '.join(NPZ_ARRAYS)} [TM740]") from error
+        raise ProtocolError(
+            f"the npz file lacks an array ({error}); send {' and '.join(NPZ_ARRAYS)} [TM740]"
+        ) from error
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise ProtocolError(
-            f"the npz cannot be read ({error!s:.200}); expected the output of numpy.savez [TM741]"
+            f"the npz file cannot be read ({error!s:.200}); send the output of numpy.savez [TM741]"
         ) from error
 
 
@@ -122,12 +127,12 @@ def _read_npy(archive: zipfile.ZipFile, name: str, max_values: int) -> NDArray[A
     file_size = archive.getinfo(name).file_size
     with archive.open(name) as file:
         if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError(f"'{name}' has an unsupported version of the npy format [TM742]")
+            raise ValueError(f"'{name}' has an unsupported version of the npy format; save it with numpy.savez [TM742]")
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     # NumPy allocates what the header promises, which may be more than the machine has.
     if math.prod(shape) > max_values or math.prod(shape) * dtype.itemsize > file_size:
         raise ValueError(
-            f"'{name}' has the shape {list(shape)}, more than the file holds or the server accepts [TM743]"
+            f"'{name}' has the shape {list(shape)}, which is more than the file contains or the server accepts [TM743]"
         )
     with archive.open(name) as file:
         array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
@@ -137,24 +142,25 @@ def _read_npy(archive: zipfile.ZipFile, name: str, max_values: int) -> NDArray[A
 def _pixels_from_array(array: NDArray[Any]) -> Tensor:
     if array.dtype not in (np.float32, np.float16, np.uint8) or array.ndim != 5 or array.shape[2] != 3:
         kind = f"{array.dtype} {list(array.shape)}"
-        raise ProtocolError(f"'pixels' is {kind}; expected float32, float16 or uint8 of [B, F, 3, H, W] [TM744]")
+        raise ProtocolError(
+            f"'pixels': expected float32, float16 or uint8 of shape [B, F, 3, H, W], got {kind}; convert the pixels "
+            "[TM744]"
+        )
     pixels = torch.from_numpy(np.ascontiguousarray(array))
     return pixels / 255 if pixels.dtype == torch.uint8 else pixels.float()
 
 
 def _pixels_from_png(texts: object, max_values: int) -> Tensor:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ProtocolError("'images' is no list of texts; expected a PNG in base64 for each sample [TM745]")
+        raise ProtocolError("'images' is not a list of texts; send one PNG in base64 per sample [TM745]")
     images: list[Tensor] = []
     for i, text in enumerate(texts):
         try:
             images.append(decode_image(base64.b64decode(text, validate=True), f"image {i}", max_values))
         except (binascii.Error, ImageError) as error:
-            raise ProtocolError(
-                f"image {i} cannot be read ({error!s:.200}); expected a PNG in base64 [TM746]"
-            ) from error
+            raise ProtocolError(f"image {i} cannot be read ({error!s:.200}); send a PNG in base64 [TM746]") from error
         max_values -= images[-1].numel()
     shapes = sorted({tuple(image.shape) for image in images})
     if len(shapes) > 1:
-        raise ProtocolError(f"the images have the sizes {shapes}; send a request for each size [TM747]")
+        raise ProtocolError(f"the images have different sizes ({shapes}); send one request for each size [TM747]")
     return torch.stack(images) if images else torch.zeros(0, 1, 3, 1, 1)

@@ -61,7 +61,9 @@ def run_reward_server(reward: str, options: ServerOptions, placement: Placement,
         server = service.create_server(options.host, options.port)
     except OSError as error:
         address = f"{options.host}:{options.port}"
-        raise ConfigError(f"cannot serve at {address} ({error}); choose another --port or --host [TM748]") from error
+        raise ConfigError(
+            f"--port: cannot serve at {address} ({error}); choose another --port or --host [TM748]"
+        ) from error
     url = f"http://{options.host}:{server.server_address[1]}"
     text = f"serving {name} at {url} on {placement.device}; use it with {{type: remote, url: '{url}'}}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -78,14 +80,13 @@ def read_token(options: ServerOptions) -> str:
     token = os.environ.get(options.token_variable, "") if options.token_variable else ""
     if options.token_variable and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"--token-env: the environment variable {options.token_variable} holds no plain text; put the token there"
-            " [TM749]"
+            f"--token-env: the environment variable {options.token_variable} is empty or not plain ASCII text; "
+            "set it to the token [TM749]"
         )
     if not token and not is_loopback(options.host):
         raise ConfigError(
-            f"--host: other machines can reach {options.host}, so a token is needed; put one into an environment "
-            "variable, and name the variable with --token-env"
-            " [TM750]"
+            f"--host: other machines can reach {options.host}, so a token is needed; put a token into an "
+            "environment variable, and give the name of the variable with --token-env [TM750]"
         )
     return token
 
@@ -238,7 +239,7 @@ class RewardRequestHandler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._respond(200, {"status": "ok", "waiting": self.service.batch_queue.num_pending()})
         elif self.path != "/version":
-            self._refuse(404, f"there is no {self.path:.60}; expected /health, /version or, to post to, /score")
+            self._refuse(404, f"unknown path {self.path:.60}; send GET to /health or /version, or POST to /score")
         elif self._check_token():
             self._respond(200, {**self.service.description, "limit": self.service.max_bytes})
 
@@ -247,15 +248,18 @@ class RewardRequestHandler(BaseHTTPRequestHandler):
             return
         length, max_bytes = self._content_length(), self.service.max_bytes
         if self.path != "/score":
-            self._refuse(404, f"there is no {self.path:.60} to post to; expected /score")
+            self._refuse(404, f"unknown path {self.path:.60}; send POST to /score")
         elif length < 0:
-            self._refuse(411, "the request does not say how long it is; expected a Content-Length")
+            self._refuse(411, "the length of the request is unknown; add a Content-Length header")
         elif length > max_bytes:
-            self._refuse(413, f"the request has {length} bytes; the limit is {max_bytes}, so send fewer samples")
+            self._refuse(
+                413, f"the request has {length} bytes, but the limit is {max_bytes}; send fewer samples per request"
+            )
         elif not self.service.slots.acquire(blocking=False):
             max_requests = self.service.max_requests
             self._refuse(
-                503, f"{max_requests} requests are pending; try again later, or serve with a longer --queue-size"
+                503,
+                f"{max_requests} requests are pending; try again later, or start the server with a larger --queue-size",
             )
         else:
             try:
@@ -285,7 +289,10 @@ class RewardRequestHandler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode("latin-1", "replace")
         if hmac.compare_digest(token, self.service.token.encode()):
             return True
-        self._refuse(401, "the token is missing or wrong; expected it as 'Authorization: Bearer ...'")
+        self._refuse(
+            401,
+            "the token is missing or wrong; send the header 'Authorization: Bearer ...' with the token of the server",
+        )
         return False
 
     def _content_length(self) -> int:

@@ -134,7 +134,7 @@ def _raise_on_all_ranks(engine: Engine, error: OSError | None, partial: Path) ->
 
 def _error_message(error: OSError, partial: Path) -> str:
     cause = explain_error(error) or f"{error.filename or partial} cannot be written ({error.strerror or error})"
-    return f"no checkpoint was saved, older ones are unchanged: {cause} [TM828]"
+    return f"no checkpoint was saved, but older ones are unchanged: {cause} [TM828]"
 
 
 def _write_groups(
@@ -191,7 +191,7 @@ def load(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
     try:
         extra = _restore(path, engine, weights)
     except DamagedCheckpointError as error:
-        problem = f"{error}; {suggest_fallback(path)}"
+        problem = f"{error}; {suggest_fallback(path)} [TM841]"
     except CheckpointError as error:
         problem = str(error)
     problems = engine.comm.gather_objects([problem] if problem else [])
@@ -222,7 +222,7 @@ def initialize_weights(path: Path, weights: Weights, group: str = "weights") -> 
 def _open_source(path: Path, group: str) -> TensorSource:
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist; expected a checkpoint directory, a .safetensors or a .pt file [TM254]"
+            f"{path} does not exist; give a checkpoint directory, or a .safetensors or .pt file [TM254]"
         )
     if path.is_dir():
         directory = latest_checkpoint(path) or path
@@ -234,7 +234,7 @@ def _open_source(path: Path, group: str) -> TensorSource:
     if path.suffix in (".pt", ".pth", ".bin"):
         return load_pickled(path)
     raise CheckpointError(
-        f"{path} ends in '{path.suffix}'; expected a directory, .safetensors, .pt, .pth or .bin [TM255]"
+        f"{path} ends in '{path.suffix}'; give a directory, or a .safetensors, .pt, .pth or .bin file [TM255]"
     )
 
 
@@ -248,16 +248,14 @@ def _copy_tensors(
     missing = [key for key in want if key not in have]
     if missing or unknown:
         raise CheckpointError(
-            f"{origin} does not fit this run: missing {_format_keys(missing)}, unexpected {_format_keys(unknown)}; "
-            "use it with the model and tuning it was trained with"
-            " [TM256]"
+            f"{origin} does not match this run: missing {_format_keys(missing)}, unexpected "
+            f"{_format_keys(unknown)}; use the model and tuning of the checkpoint [TM256]"
         )
     for key, shape in want.items():
         if have[key] != shape:
             raise CheckpointError(
-                f"{origin} does not fit this run: '{key}' has shape {list(have[key])}, expected {list(shape)}; "
-                "use it with the model and tuning it was trained with"
-                " [TM257]"
+                f"{origin} does not match this run: '{key}' has shape {list(have[key])}, expected {list(shape)}; "
+                "use the model and tuning of the checkpoint [TM257]"
             )
     for key, x in tensors.items():
         shard = distributed.local_shard(x)
@@ -353,12 +351,15 @@ def read_state(path: Path) -> CheckpointState:
     """Read the state.json of a checkpoint."""
     file = path / "state.json"
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint directory [TM258]")
+        raise CheckpointError(
+            f"{path} is not a checkpoint directory; give a directory such as checkpoints/step-000100 of a run [TM258]"
+        )
     try:
         state = json.loads(file.read_text())
         if state["format"] != FORMAT:
             raise CheckpointError(
-                f"{file} is of format {state['format']}, but this version reads format {FORMAT} [TM259]"
+                f"{file} has format {state['format']}, but this version reads format {FORMAT}; use the version of "
+                "tastemaker that wrote it [TM259]"
             )
         checksums = {name: FileChecksum(int(x["bytes"]), int(x["crc"])) for name, x in state["files"].items()}
         return CheckpointState(int(state["step"]), checksums, state["scaler"], dict(state["extra"]))
@@ -390,9 +391,8 @@ def group_files(path: Path, state: CheckpointState, group: str) -> list[Path]:
     files = [path / name for name in sorted(state.files) if name == consolidated or name.startswith(folder)]
     if not files:
         raise CheckpointError(
-            f"{path} holds no '{group}', which this run needs; resume with the configuration it was saved with, "
-            "or start from its weights alone (--init-from)"
-            " [TM264]"
+            f"{path} does not contain '{group}', which this run needs; resume with the configuration of the "
+            "checkpoint, or start from its weights only (--init-from) [TM264]"
         )
     return files
 
@@ -404,4 +404,4 @@ def suggest_fallback(path: Path) -> str:
     ]
     if older:
         return f"resume from the older checkpoint {older[-1]} (--resume), or delete {path.name}"
-    return f"there is no older checkpoint in that folder: delete {path.name} and start over, or restore it from a copy"
+    return f"no older checkpoint is in this folder, so restore {path.name} from a copy, or delete it and start over"

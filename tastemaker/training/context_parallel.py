@@ -1,18 +1,30 @@
-"""Context parallelism (Ulysses): ranks share the tokens of the same samples, with the hooks of diffusers."""
+"""Context parallelism (Ulysses): ranks share the tokens of the same samples, with the hooks of diffusers.
+
+diffusers splits and gathers the tokens and exchanges them for heads in the attention. Added here are the gradient of
+attention over tokens that do not divide evenly, and the networks whose plan in diffusers does not train.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core.errors import TrainingError
 from .distributed import CollectiveComm, DistributedComm
+
+OUTPUT = "proj_out"  # the last layer of every transformer, after which the tokens are gathered
+Plan = Mapping[str, Any]  # what diffusers splits and gathers, by the name of the module
+# Text stays whole on every rank where image tokens read it by cross-attention, which then needs no communication.
+CROSS_ATTENTION = {"LTXVideoTransformer3DModel": ("encoder_hidden_states", "encoder_attention_mask")}
 
 
 def split_data_parallel(
@@ -26,9 +38,8 @@ def split_data_parallel(
         return comm, None
     if comm.world_size % size:
         raise TrainingError(
-            f"engine.context_parallel is {size}, which does not divide the {comm.world_size} ranks of this run; "
-            f"start a multiple of {size} ranks or change engine.context_parallel"
-            " [TM265]"
+            f"engine.context_parallel: {size} does not divide the {comm.world_size} ranks of this run; start a "
+            f"multiple of {size} ranks, or change engine.context_parallel [TM265]"
         )
     groups = comm.world_size // size
     # diffusers looks for the dimensions "ring" and "ulysses".
@@ -42,41 +53,100 @@ def enable_context_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     Where tokens are gathered, each rank receives the gradient of its own tokens: all ranks of a group compute the same
     loss, so their gradients add up to the full one.
     """
-    plan, count = getattr(net, "_cp_plan", None), mesh["ulysses"].size()
-    if plan is None:
-        raise TrainingError(
-            f"engine.context_parallel is {count}, but {type(net).__name__} does not support context parallelism; "
-            "set engine.context_parallel to 1"
-            " [TM266]"
-        )
     from diffusers.hooks.context_parallel import apply_context_parallel
+    from diffusers.models import attention_dispatch
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-    # As `enable_parallelism` of diffusers does, which requires an accelerator.
-    parallel = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
-    config: Any = ParallelConfig(context_parallel_config=parallel)
-    config.setup(dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type), mesh=mesh)
-    for processor in (getattr(module, "processor", None) for module in net.modules()):
-        if processor is not None:
-            processor._parallel_config = config
-    net.register_forward_pre_hook(partial(_pad_and_check, count), with_kwargs=True)
-    apply_context_parallel(net, parallel, plan)
+    count = mesh["ulysses"].size()
+    # diffusers' attention over uneven parts has no backward pass.
+    attention_dispatch.TemplatedUlyssesAnythingAttention = UnevenAttention
+    for transformer, plan in find_plans(net, count):
+        # As `enable_parallelism` of diffusers does, which requires an accelerator.
+        parallel = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
+        config: Any = ParallelConfig(context_parallel_config=parallel)
+        config.setup(dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type), mesh=mesh)
+        for name, module in transformer.named_modules():
+            processor = getattr(module, "processor", None)
+            if processor is not None and not (splits_no_text(transformer) and name.endswith("attn2")):
+                processor._parallel_config = config
+        transformer.register_forward_pre_hook(partial(_prepare_call, parallel, plan), with_kwargs=True)
+        apply_context_parallel(transformer, parallel, {name: each for name, each in plan.items() if name != OUTPUT})
+        transformer.get_submodule(OUTPUT).register_forward_hook(partial(_gather_tokens, parallel))
 
 
-def _pad_and_check(count: int, net: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Pad the text tokens to a multiple of `count` if the network takes a mask; refuse sizes that cannot be split."""
-    padding = -named["encoder_hidden_states"].shape[1] % count
+def find_plans(net: nn.Module, count: int) -> list[tuple[nn.Module, Plan]]:
+    """The transformers of a network, of which Wan 2.2 has two, and where their tokens are split and gathered."""
+    transformers = [module for module in net.modules() if getattr(module, "_cp_plan", None)]
+    if not transformers:
+        raise TrainingError(
+            f"engine.context_parallel: {type(net).__name__} does not support context parallelism, got {count}; "
+            "set engine.context_parallel=1 [TM266]"
+        )
+    return [(transformer, _trainable_plan(transformer)) for transformer in transformers]
+
+
+def _trainable_plan(transformer: Any) -> Plan:
+    """diffusers' plan without the entries that are not split here: text of cross-attention, timesteps of tokens."""
+    whole = {*CROSS_ATTENTION.get(type(transformer).__name__, ()), "timestep"}
+    plan: dict[str, Any] = {}
+    for module, entries in transformer._cp_plan.items():
+        kept = {key: entry for key, entry in entries.items() if key not in whole} if isinstance(entries, dict) else None
+        if kept or kept is None:
+            plan[module] = kept or entries
+    return plan
+
+
+def splits_no_text(transformer: nn.Module) -> bool:
+    return type(transformer).__name__ in CROSS_ATTENTION
+
+
+def _prepare_call(
+    parallel: Any, plan: Plan, net: Any, inputs: Any, named: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Pad the text if the network takes a mask, and choose how tokens are exchanged; refuse heads that do not divide.
+
+    The number of tokens on each rank is kept in `parallel`, so that no rank has to ask the others.
+    """
+    count, heads = parallel.ulysses_degree, net.config.get("num_attention_heads", parallel.ulysses_degree)
+    if heads % count:
+        raise TrainingError(
+            f"engine.context_parallel: {count} does not divide the {heads} attention heads of {type(net).__name__}; "
+            f"choose a divisor of {heads} [TM267]"
+        )
+    splits_text = any(isinstance(entries, dict) and "encoder_hidden_states" in entries for entries in plan.values())
+    padding = -named["encoder_hidden_states"].shape[1] % count if splits_text else 0
     if padding and "encoder_hidden_states_mask" in named:
         named = _pad_text(named, padding)
-    heads = getattr(net, "config", {}).get("num_attention_heads", count)
-    text_tokens, image_tokens = (named[name].shape[1] for name in ("encoder_hidden_states", "hidden_states"))
-    if image_tokens % count or text_tokens % count or heads % count:
-        raise TrainingError(
-            f"{image_tokens} image tokens, {text_tokens} text tokens and {heads} heads cannot be split over {count} "
-            "ranks; change the image size, model.max_text_tokens or engine.context_parallel"
-            " [TM267]"
-        )
+    hidden_states = named["hidden_states"] if "hidden_states" in named else inputs[0]
+    image_counts = split_evenly(count_tokens(net, hidden_states), count)
+    text_counts = split_evenly(named["encoder_hidden_states"].shape[1] if splits_text else 0, count)
+    parallel.image_counts = image_counts
+    parallel.joint_counts = [image + text for image, text in zip(image_counts, text_counts, strict=True)]
+    parallel.ulysses_anything = len({*image_counts}) > 1 or len({*text_counts}) > 1  # diffusers: uneven parts
     return inputs, named
+
+
+def split_evenly(tokens: int, count: int) -> list[int]:
+    """Tokens of each rank, as `torch.tensor_split` divides them: the first ranks may have one more."""
+    return [-(-(tokens - rank) // count) for rank in range(count)]
+
+
+def _gather_tokens(parallel: Any, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """The image tokens of all ranks, from each rank's [B, S_rank, D]; diffusers' own gather needs NCCL if uneven."""
+    from diffusers.hooks.context_parallel import AllGatherFunction
+
+    counts = parallel.image_counts
+    padded = F.pad(output, (0, 0, 0, max(counts) - output.shape[1])).contiguous()  # gathered parts have equal shapes
+    gathered: Tensor = AllGatherFunction.apply(padded, 1, parallel._ulysses_mesh.get_group())
+    parts = gathered.split(max(counts), dim=1)
+    return torch.cat([part[:, :tokens] for part, tokens in zip(parts, counts, strict=True)], dim=1)
+
+
+def count_tokens(net: Any, hidden_states: Tensor) -> int:
+    """Image tokens of a call: rows of [B, S, D], or patches of latents [B, C, F, H, W]."""
+    if hidden_states.ndim == 3:
+        return hidden_states.shape[1]
+    return math.prod(hidden_states.shape[2:]) // math.prod(net.config.patch_size)
 
 
 def _pad_text(named: dict[str, Any], padding: int) -> dict[str, Any]:
@@ -88,3 +158,123 @@ def _pad_text(named: dict[str, Any], padding: int) -> dict[str, Any]:
         "encoder_hidden_states_mask": F.pad(mask, (0, padding)),
     }
     return {**named, **padded}
+
+
+class UnevenAttention:
+    """Attention over tokens of which the ranks have different numbers; in place of diffusers' class of two functions.
+
+    Unlike padding with a mask, it leaves the fast attention kernels in use.
+    """
+
+    @staticmethod
+    def apply(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        return_lse: bool,
+        forward_op: Any,
+        backward_op: Any,
+        parallel_config: Any,
+    ) -> Tensor:
+        """Attend with this rank's tokens [B, S_rank, H, D] to the tokens of all ranks."""
+        parallel = parallel_config.context_parallel_config
+        group = parallel._ulysses_mesh.get_group()
+        joint = query.shape[1] == parallel.joint_counts[dist.get_rank(group)]  # of text and image
+        counts = parallel.joint_counts if joint else parallel.image_counts
+        if attn_mask is not None and attn_mask.shape[-1] == key.shape[1] < sum(counts):
+            attn_mask = _gather_mask(attn_mask, counts, group)
+        tokens = [TokenExchange.apply(x, counts, group).transpose(1, 2) for x in (query, key, value)]  # [B, h, S, D]
+        out = F.scaled_dot_product_attention(*tokens, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+        attended: Tensor = HeadExchange.apply(out.transpose(1, 2), counts, group)
+        return attended
+
+
+def _gather_mask(mask: Tensor, counts: list[int], group: Any) -> Tensor:
+    """The masks of all ranks, side by side; they are padded on the way, because a gather needs equal shapes."""
+    padded = F.pad(mask, (0, max(counts) - mask.shape[-1]))
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded.contiguous(), group=group)
+    return torch.cat([part[..., :tokens] for part, tokens in zip(parts, counts, strict=True)], dim=-1)
+
+
+def exchange_tokens(x: Tensor, counts: list[int], group: Any) -> Tensor:
+    """All heads of this rank's tokens [B, S_rank, H, D] to all tokens of this rank's heads [B, S, H / ranks, D]."""
+    sent = x.unflatten(2, (len(counts), -1)).permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()  # [ranks * S_rank, B..]
+    received = sent.new_empty(sum(counts), *sent.shape[1:])
+    dist.all_to_all_single(received, sent, counts, [x.shape[1]] * len(counts), group=group)
+    return received.transpose(0, 1)
+
+
+def exchange_heads(x: Tensor, counts: list[int], group: Any) -> Tensor:
+    """The inverse of `exchange_tokens`: [B, S, H / ranks, D] to [B, S_rank, H, D]."""
+    ranks, own = len(counts), counts[dist.get_rank(group)]
+    sent = x.transpose(0, 1).contiguous()
+    received = sent.new_empty(ranks * own, *sent.shape[1:])
+    dist.all_to_all_single(received, sent, [own] * ranks, counts, group=group)
+    return received.unflatten(0, (ranks, own)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+class TokenExchange(torch.autograd.Function):
+    """`exchange_tokens`, whose backward pass is `exchange_heads`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: Any) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return exchange_tokens(x, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return exchange_heads(gradient, ctx.counts, ctx.group), None, None
+
+
+class HeadExchange(torch.autograd.Function):
+    """`exchange_heads`, whose backward pass is `exchange_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: Any) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return exchange_heads(x, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return exchange_tokens(gradient, ctx.counts, ctx.group), None, None
+
+
+@contextmanager
+def emulate_context_parallel(net: nn.Module, count: int) -> Iterator[None]:
+    """Compute only the first rank's tokens within the block, without other ranks, for measuring memory.
+
+    Results are wrong but have the right shape: the tokens that are gathered are copies.
+    """
+    if count == 1:
+        yield
+        return
+    from diffusers.hooks.context_parallel import EquipartitionSharder, apply_context_parallel, remove_context_parallel
+    from diffusers.models._modeling_parallel import ContextParallelConfig
+
+    totals: set[int] = set()  # numbers of tokens that were split
+
+    def shard(x: Tensor, dim: int, mesh: object) -> Tensor:
+        totals.add(x.shape[dim])
+        return x.tensor_split(count, dim=dim)[0]
+
+    def unshard(x: Tensor, dim: int, mesh: object) -> Tensor:
+        total = max(tokens for tokens in totals if -(-tokens // count) == x.shape[dim])
+        return torch.cat([x] * count, dim=dim).narrow(dim, 0, total)
+
+    plans, parallel, sharder = find_plans(net, count), ContextParallelConfig(ulysses_degree=count), EquipartitionSharder
+    originals = vars(sharder)["shard"], vars(sharder)["unshard"]
+    for transformer, plan in plans:
+        apply_context_parallel(transformer, parallel, dict(plan))
+    try:
+        sharder.shard, sharder.unshard = staticmethod(shard), staticmethod(unshard)
+        yield
+    finally:
+        sharder.shard, sharder.unshard = originals
+        for transformer, plan in plans:
+            remove_context_parallel(transformer, dict(plan))

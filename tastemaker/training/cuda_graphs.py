@@ -83,8 +83,8 @@ class CudaGraphForward:
             self.failed = True
             cause = str(error).splitlines()[0]
             warnings.warn(
-                f"engine.cuda_graphs: this network cannot be captured ({cause:.200}), so it runs without CUDA graphs"
-                " [TM268]",
+                f"engine.cuda_graphs: this network cannot be captured ({cause:.200}), so it runs without CUDA "
+                "graphs; set engine.cuda_graphs=false to hide this warning [TM268]",
                 stacklevel=2,
             )
             return None

@@ -23,6 +23,7 @@ from torch.nn import functional
 from ..config.schema import EngineConfig
 from ..core.errors import TrainingError
 from ..core.objective import Comm
+from ..core.output_paths import user_cache_directory, write_text_atomically
 from .precision import select_device
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -61,7 +62,7 @@ def choose_for_cuda(
         if bf16:
             return PrecisionChoice("bf16", f"{gpu}, so it computes in bf16 natively")
         # torch.compile cannot be combined with tf32.
-        reason = f"{gpu}, but PyTorch {torch.__version__} offers no bf16 on it"
+        reason = f"{gpu}, but PyTorch {torch.__version__} does not support bf16 on it"
         return PrecisionChoice("fp32" if compiled else "tf32", reason)
     if capability >= (7, 0) and "GTX 16" not in name:
         return PrecisionChoice("fp16", f"{gpu}: fp16 tensor cores, no native bf16")
@@ -156,9 +157,8 @@ def describe_emulation(config: EngineConfig, device: torch.device) -> str | None
     advice = "set engine.precision=auto" + (" and engine.param_dtype=fp32" if config.param_dtype == "bf16" else "")
     name = "this CPU" if device.type == "cpu" else "this GPU"
     return (
-        f"engine.precision: bf16 is emulated on {name} and measured {factor:.1f}x slower than fp32; "
-        f"{advice}, which stands for {auto} here"
-        " [TM812]"
+        f"engine.precision: bf16 is emulated on {name} and measured {factor:.1f}x slower than fp32; {advice}, "
+        f"which is {auto} here [TM812]"
     )
 
 
@@ -224,8 +224,7 @@ def _run_step(inputs: list[Tensor], device: torch.device, dtype: torch.dtype) ->
 
 
 def _cache_file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "tastemaker" / "bf16_slowdown.json"
+    return user_cache_directory() / "bf16_slowdown.json"
 
 
 def _read_cache() -> dict[str, float]:
@@ -238,10 +237,6 @@ def _read_cache() -> dict[str, float]:
 
 def _write_cache(known: Mapping[str, float]) -> None:
     try:
-        path = _cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        partial.replace(path)
+        write_text_atomically(_cache_file(), json.dumps(known, indent=1))
     except (OSError, RuntimeError):
         return  # without a cache, every process measures

@@ -118,9 +118,8 @@ def mesh_shape(strategy: str, replicas: int, world_size: int) -> tuple[int, ...]
         return (world_size,)
     if world_size % replicas:
         raise TrainingError(
-            f"engine.hsdp_replicas is {replicas}, which does not divide the {world_size} ranks of this run; "
-            f"start a multiple of {replicas} ranks or change engine.hsdp_replicas"
-            " [TM269]"
+            f"engine.hsdp_replicas: {replicas} does not divide the {world_size} ranks of this run; start a "
+            f"multiple of {replicas} ranks, or change engine.hsdp_replicas [TM269]"
         )
     return (replicas, world_size // replicas)
 

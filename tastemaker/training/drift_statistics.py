@@ -107,7 +107,10 @@ class GuardHistory:
             return None
         drifts = [phrase for name in DRIFT_THRESHOLDS if (phrase := self._feature_drift(name))]
         note = f" (image statistics changed too: {', '.join(drifts)})" if drifts else ""
-        return f"probable reward hacking: the training reward rose {reward}, while {' and '.join(falls)}{note} [TM816]"
+        return (
+            f"probable reward hacking: the training reward rose {reward}, while {' and '.join(falls)}{note}; look at "
+            "the samples, and go back to an earlier checkpoint if they are worse [TM816]"
+        )
 
     def _held_out_fall(self, name: str) -> str | None:
         if name not in self.measurements[0].per_prompt:
@@ -115,13 +118,13 @@ class GuardHistory:
         for since, change in self._falls(name):
             std = max(since[0].std.get(name, 0.0), self.measurements[0].std.get(name, 0.0))
             if change.before - change.after >= SCORE_FALL * std:
-                return f"the held-out reward '{name.removeprefix(REWARD_PREFIX)}' fell {change} [TM817]"
+                return f"the held-out reward '{name.removeprefix(REWARD_PREFIX)}' fell {change}"
         return None
 
     def _diversity_fall(self) -> str | None:
         for since, change in self._falls("diversity"):
             if change.after <= (1 - DIVERSITY_FALL) * change.before and self._is_collapse(since, change):
-                return f"the diversity of samples of one prompt fell {change} [TM818]"
+                return f"the diversity among samples of the same prompt fell {change}"
         return None
 
     def _motion_fall(self) -> str | None:
@@ -131,7 +134,7 @@ class GuardHistory:
             # Noise has motion too: in a video that only became clean, frames still differ.
             frames = self._change("frames", since)
             if change.after <= FROZEN_SHARE * change.before and frames.after <= FROZEN_SHARE * frames.before:
-                return f"the videos froze: their motion fell {change} [TM819]"
+                return f"the motion in the videos fell {change}"
         return None
 
     def _is_collapse(self, since: Sequence[GuardMeasurement], change: MetricChange) -> bool:

@@ -70,9 +70,8 @@ class LaunchedUpdate:
         if not accepted and self.loss_scale is None:
             what = f"{int(bad)} loss value(s)" if bad else "the gradient norm"
             raise TrainingError(
-                f"{what} of step {self.step} came out as nan or infinite; the weights were not updated. Lower "
-                "optim.lr, look for extreme values in rewards or data, or set engine.precision to fp32 or bf16"
-                " [TM270]"
+                f"{what} of step {self.step} is NaN or infinite, so the weights were not updated. Lower optim.lr, "
+                "look for extreme values in rewards or data, or set engine.precision to fp32 or bf16 [TM270]"
             )
         return Update(norm, self.lr, skipped=not accepted)
 
@@ -185,16 +184,15 @@ class Engine:
         """Refuse networks that FSDP cannot shard."""
         if self.mesh is not None and traits.data_dependent_forward:
             raise TrainingError(
-                f"engine.strategy {self.config.strategy} needs all ranks to call the same layers, but this network "
-                "chooses its layers by the timesteps of a batch, so ranks would deadlock; set it to replicated"
-                " [TM271]"
+                f"engine.strategy: {self.config.strategy} needs all ranks to call the same layers, but this "
+                "network selects layers by timestep, so ranks would deadlock; set engine.strategy=replicated "
+                "[TM271]"
             )
         scalars = [name for name, p in net.named_parameters() if not p.ndim]
         if self.mesh is not None and scalars:
             raise TrainingError(
-                f"engine.strategy {self.config.strategy} cannot shard the scalar parameter '{scalars[0]}'; "
-                "give it one dimension of size 1, or set engine.strategy to replicated"
-                " [TM272]"
+                f"engine.strategy: {self.config.strategy} cannot shard the scalar parameter '{scalars[0]}'; give "
+                "it the shape [1], or set engine.strategy=replicated [TM272]"
             )
 
     def _check_all_sharded(self) -> None:
@@ -202,9 +200,8 @@ class Engine:
         unsharded = [key for key, p in self.parameters.items() if not isinstance(p, DTensor)]
         if self.mesh is not None and unsharded:
             raise TrainingError(
-                f"engine.strategy {self.config.strategy} shards the backbone only, but '{unsharded[0]}' is trained "
-                "too; set engine.strategy to replicated, or leave text_encoder out of tuning.modules"
-                " [TM273]"
+                f"engine.strategy: {self.config.strategy} shards the backbone only, but '{unsharded[0]}' is "
+                "trained too; set engine.strategy=replicated, or remove text_encoder from tuning.modules [TM273]"
             )
 
     @property
@@ -273,7 +270,10 @@ class Engine:
         With `engine.cpu_offload` every one does, since gradients are added up in host memory.
         """
         if not value.requires_grad:
-            raise TrainingError("the loss depends on no trainable weight, so it has no gradient [TM274]")
+            raise TrainingError(
+                "the loss does not depend on a trainable weight, so it has no gradient; check that the objective "
+                "uses the policy with gradients enabled [TM274]"
+            )
         self._nonfinite_losses += (~value.detach().isfinite()).float()
         if isinstance(self.net, FSDPModule):
             # Gradients that wait for the last micro-batch would wait on the GPU, those of the whole network.

@@ -121,8 +121,8 @@ def update(
         parts = objective.parts(micro_batch)
         if not parts:
             raise TrainingError(
-                "the samples have no stochastic steps to learn from; make the sampler stochastic (process.dynamics)"
-                " [TM278]"
+                "process.dynamics: the samples have no stochastic steps to train on; make the sampler "
+                "stochastic, for example process.dynamics.type=flow_sde [TM278]"
             )
         for i, part in enumerate(parts):
             last = chunk is chunks[-1] and i == len(parts) - 1
@@ -163,7 +163,7 @@ def save_after_failure(run: SavableRun, error: Exception, done: int, saved: int)
         return
     yield CheckpointSaved(done, run.save(done))
     if isinstance(error, ConfigError):
-        hint = f"step {done} is saved: fix this and run the same command to resume"
+        hint = f"step {done} is saved, so fix this and run the same command to resume"
         raise ConfigError(f"{error}; {hint} [TM279]") from error
 
 
@@ -188,9 +188,9 @@ def guard_notes(run: Run) -> tuple[str, ...]:
         return ()
     advice = "add a reward with weight 0, such as 'rewards.aesthetic={type: aesthetic, weight: 0}'"
     if not run.guard.every:
-        return ("the guard is off, so reward hacking goes unnoticed; set guard.every, for example 50",)
+        return ("the guard is off, so reward hacking is not detected; set for example guard.every=50",)
     if not run.guard_history.held_out:
-        return (f"no reward is held out, so the guard can only see a loss of diversity; {advice}",)
+        return (f"no reward is held out, so the guard can only detect a loss of diversity; {advice}",)
     return ()
 
 

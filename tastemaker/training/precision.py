@@ -32,17 +32,15 @@ def select_device(name: str, local_rank: int) -> torch.device:
         name = best
     if not available[name]:
         raise TrainingError(
-            f"engine.device is {name}, but PyTorch {torch.__version__} sees no such device here; "
-            f"use --device {best} or auto, or install a build of PyTorch for {name}"
-            " [TM280]"
+            f"engine.device: PyTorch {torch.__version__} does not find a {name} device here; use --device {best} "
+            f"or auto, or install a PyTorch build for {name} [TM280]"
         )
     if name != "cuda":
         return torch.device(name)
     if local_rank >= torch.cuda.device_count():
         raise TrainingError(
-            f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} found; "
-            "start at most one process per GPU (torchrun --nproc-per-node)"
-            " [TM281]"
+            f"rank {local_rank} of this machine does not have a GPU ({torch.cuda.device_count()} found); start at "
+            "most one process per GPU (torchrun --nproc-per-node) [TM281]"
         )
     return torch.device("cuda", local_rank)
 
@@ -56,13 +54,13 @@ def check_engine_config(config: EngineConfig, device: torch.device, world_size: 
     """Refuse settings that this machine or this PyTorch does not support."""
     if config.param_dtype == "bf16" and config.precision != "bf16":
         raise TrainingError(
-            f"engine.param_dtype is bf16 but engine.precision is {config.precision}; weights and activations must "
-            "match: set engine.precision to bf16 too, or engine.param_dtype to fp32"
-            " [TM282]"
+            f"engine.param_dtype: bf16 needs engine.precision=bf16, got {config.precision}; set "
+            "engine.precision=bf16, or engine.param_dtype=fp32 [TM282]"
         )
     if device.type == "mps" and world_size > 1:
         raise TrainingError(
-            f"{world_size} ranks cannot share an mps device; start one process, or use --device cpu [TM283]"
+            f"engine.device: {world_size} ranks cannot share one mps device; start one process, or use --device "
+            "cpu [TM283]"
         )
     if device.type == "mps" and config.cpu_offload:
         raise TrainingError(
@@ -72,8 +70,8 @@ def check_engine_config(config: EngineConfig, device: torch.device, world_size: 
         )
     if config.attention_backend == "xformers" and find_spec("xformers") is None:
         raise TrainingError(
-            "engine.attention_backend is xformers, which is not installed; run `pip install xformers` or set it to auto"
-            " [TM284]"
+            "engine.attention_backend: xformers is not installed; run `pip install xformers`, or set "
+            "engine.attention_backend=auto [TM284]"
         )
     if config.compile:
         _check_compiler(config, device)
@@ -86,15 +84,13 @@ def _check_kernel(config: EngineConfig, device: torch.device) -> None:
     available = cudnn.is_available() if name == "cudnn" else torch.backends.cuda.is_flash_attention_available()
     if device.type != "cuda" or not (available or (name == "flash" and find_spec("flash_attn") is not None)):
         raise TrainingError(
-            f"engine.attention_backend is {name}, which this PyTorch does not offer on {device.type}; "
-            "set it to auto or sdpa"
-            " [TM285]"
+            f"engine.attention_backend: {name} is not available in this PyTorch on {device.type}; set "
+            "engine.attention_backend to auto or sdpa [TM285]"
         )
     if DTYPES[config.precision] == torch.float32:
         raise TrainingError(
-            f"engine.attention_backend is {name}, which supports fp16 and bf16 only, but engine.precision is "
-            f"{config.precision}; set engine.precision to bf16 or engine.attention_backend to auto"
-            " [TM286]"
+            f"engine.attention_backend: {name} supports fp16 and bf16 only, but engine.precision is "
+            f"{config.precision}; set engine.precision=bf16, or engine.attention_backend=auto [TM286]"
         )
 
 
@@ -102,7 +98,10 @@ def _check_compiler(config: EngineConfig, device: torch.device) -> None:
     """Refuse torch.compile without its compiler: Triton on a GPU, C++ elsewhere."""
     if config.precision == "tf32":
         # torch.compile reads the precision through the old API, which fails once it is set through the new one.
-        raise TrainingError("engine.compile cannot be combined with tf32; set engine.precision to bf16 or fp32 [TM287]")
+        raise TrainingError(
+            "engine.compile: cannot be combined with engine.precision=tf32; set engine.precision to bf16 or fp32 "
+            "[TM287]"
+        )
     if device.type == "cuda":
         compiler, available = "Triton", find_spec("triton") is not None
     else:
@@ -110,9 +109,8 @@ def _check_compiler(config: EngineConfig, device: torch.device) -> None:
         compiler, available = "a C++ compiler", any(shutil.which(name) for name in names if name)
     if not available:
         raise TrainingError(
-            f"engine.compile is true and needs {compiler} on {device.type}, which was not found; "
-            "install it, or set engine.compile to false"
-            " [TM288]"
+            f"engine.compile: {compiler} is needed on {device.type} and was not found; install it, or set "
+            "engine.compile=false [TM288]"
         )
 
 
@@ -259,9 +257,9 @@ class LossScaler:
         self.scale, self.good_updates, self.skipped = self.scale / 2, 0, self.skipped + 1
         if self.skipped >= MAX_SKIPPED_UPDATES:
             raise TrainingError(
-                f"{MAX_SKIPPED_UPDATES} updates in a row were skipped because loss or gradients overflowed fp16; "
-                "set engine.precision to bf16 or fp32, or lower optim.lr and resume from the last checkpoint"
-                " [TM289]"
+                f"{MAX_SKIPPED_UPDATES} updates in a row were skipped, because the loss or gradients overflowed "
+                "in fp16; set engine.precision to bf16 or fp32, or lower optim.lr and resume from the last "
+                "checkpoint [TM289]"
             )
 
     def state_dict(self) -> dict[str, float]:

@@ -129,10 +129,9 @@ def _copy_shards(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], so
     missing = [key for key, x in targets.items() if key not in values or values[key].shape != x.shape]
     if missing:
         raise CheckpointError(
-            f"{source} does not fit this run: '{missing[0]}' and {len(missing) - 1} more tensors are missing or of "
-            "another shape; use full fine-tuning and optim.state_dtype=fp32, or start from its weights alone with "
-            "model.weights"
-            " [TM290]"
+            f"{source} does not match this run: '{missing[0]}' and {len(missing) - 1} more tensors are missing or "
+            "have another shape; use full fine-tuning and optim.state_dtype=fp32, or start from its weights "
+            "only, with model.weights [TM290]"
         )
     for key, x in targets.items():
         shard, offset = distributed.local_shard(x), distributed.shard_offset(x)

@@ -18,6 +18,7 @@ from .. import __version__
 from ..config.dump import config_to_yaml
 from ..config.schema import AnyConfig
 from ..core import output_paths
+from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
 from . import checkpoint
 from .device_precision import read_cpu
@@ -70,7 +71,7 @@ def claim_run_directory(config: AnyConfig, directory: Path, allowed: Sequence[st
     if refused:
         listed = "; ".join(f"{name}: {change}" for name, change in refused.items())
         advice = f"add {suggest_allow_change(list(refused))}, choose another name, or remove the directory"
-        raise ConfigError(f"{directory} holds a run with another configuration ({listed}); {advice} [TM291]")
+        raise ConfigError(f"{directory} contains a run with another configuration ({listed}); {advice} [TM291]")
     return checkpoint.latest_checkpoint(directory)
 
 
@@ -119,9 +120,7 @@ def _is_allowed(name: str, allowed: Sequence[str]) -> bool:
 def write_run_config(config: AnyConfig, directory: Path) -> None:
     """Write the resolved configuration, with the changes that were allowed."""
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f"{CONFIG_FILE}.partial"
-    partial.write_text(config_to_yaml(config), encoding="utf-8")
-    partial.replace(directory / CONFIG_FILE)
+    write_text_atomically(directory / CONFIG_FILE, config_to_yaml(config))
 
 
 def write_environment(engine: Engine, directory: Path) -> None:

@@ -160,15 +160,16 @@ def load_pickled(path: Path) -> InMemoryTensors:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than plain tensors and could run code when loaded, so it was not; "
-            "save its state_dict as .safetensors on a machine where you trust it"
-            " [TM292]"
+            f"{path} was not loaded, because it contains more than plain tensors and could run code; save its "
+            "state_dict as .safetensors on a machine where you trust the file [TM292]"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a file of torch.save, or damaged ({error}) [TM293]") from error
+        raise CheckpointError(
+            f"{path} is not a file of torch.save, or it is damaged ({error}); give another file [TM293]"
+        ) from error
     if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
         raise CheckpointError(
-            f"{path} holds no flat dictionary of tensors; save the network's state_dict alone [TM294]"
+            f"{path} is not a flat dictionary of tensors; save only the state_dict of the network [TM294]"
         )
     return InMemoryTensors(tensors)
 
@@ -177,4 +178,6 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(f"{path} is not a readable safetensors file ({error}) [TM295]") from error
+        raise DamagedCheckpointError(
+            f"{path} is not a readable safetensors file ({error}), so it is damaged or incomplete [TM295]"
+        ) from error

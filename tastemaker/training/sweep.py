@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from rich.console import Console
 from ..config.build import make_tiny_any
 from ..config.check import require_valid, torchrun_world_size
 from ..config.schema import AnyConfig
+from ..console import format_remaining
 from ..core.errors import ConfigError, TrainingError, pluralize
-from ..core.output_paths import check_output_directory, replace_file
+from ..core.output_paths import check_output_directory, write_text_atomically
 from ..report.page import write_report
 from ..report.run_record import RunRecord, read_run
 from . import checkpoint
@@ -31,7 +33,7 @@ from .run_directory import claim_run_directory, keep_precision
 from .trainer import load_run_config, run_training
 
 SEED = "seed"  # runs that differ only in it are grouped
-RESERVED = {"name": "the runs are named after their settings", "output_dir": "use --out"}
+RESERVED = {"name": "sweep names the runs after their settings", "output_dir": "use --out"}
 RESULTS_FILE, REPORT_FILE = "sweep.json", "report.html"
 FINISHED, STOPPED, FAILED = "finished", "stopped by the guard", "failed"
 LAST_FRACTION = 0.1  # of the steps: a metric of every step is averaged over these
@@ -90,12 +92,15 @@ def expand_grid(overrides: Sequence[str]) -> tuple[list[str], list[dict[str, str
             shared.append(override)
             continue
         if not all(values) or len(set(values)) < len(values) or key in varied:
-            raise ConfigError(f"sweep: '{override:.100}' has an empty or repeated value; list every value once [TM297]")
+            raise ConfigError(
+                f"sweep: '{override:.100}' has an empty or repeated value, or the key was given twice; list every "
+                "value once [TM297]"
+            )
         varied[key] = values
     if not varied:
         raise ConfigError(
-            "sweep: no setting has several values; give one such as optim.lr=1e-4,2e-4, or use `tastemaker train`"
-            " [TM298]"
+            "sweep: no setting has several values; give for example optim.lr=1e-4,2e-4, or use `tastemaker "
+            "train` [TM298]"
         )
     return shared, [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
 
@@ -118,7 +123,7 @@ def plan_sweep(recipe: str, overrides: Sequence[str], out: Path, *, tiny: bool =
         config = replace(config, output_dir=out, name=name_run(settings))
         runs.append(SweepRun(name_run(settings), settings, require_valid(make_tiny_any(config) if tiny else config)))
     if len({run.name for run in runs}) < len(runs):
-        raise ConfigError(f"sweep: two runs would be called '{runs[0].name}'; use shorter values [TM299]")
+        raise ConfigError(f"sweep: two runs would have the name '{runs[0].name}'; use shorter values [TM299]")
     for run in runs:
         claim_run_directory(keep_precision(run.config, run.config.directory), run.config.directory, ())
     return runs
@@ -144,8 +149,12 @@ def run_sweep(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swe
     A run that fails, such as one whose loss is not finite, does not end the sweep.
     """
     if torchrun_world_size() > 1:
-        raise ConfigError("sweep: runs in one process; under torchrun start the commands of `sweep --dry-run` [TM300]")
+        raise ConfigError(
+            "sweep: all runs share one process, so torchrun is not supported; use `sweep --dry-run` and start the "
+            "printed commands with torchrun [TM300]"
+        )
     results = {result.name: result for result in read_results(out)}
+    times: list[float] = []  # seconds of each run
     for number, run in enumerate(runs, 1):
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         previous = results.get(run.name)
@@ -153,8 +162,11 @@ def run_sweep(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swe
             status = STOPPED if previous is not None and previous.status == STOPPED else FINISHED
             _print(console, f"run {number} of {len(runs)}: {words}: already done")
         else:
-            _print(console, f"run {number} of {len(runs)}: {words}")
+            left = f" ({format_remaining(times, len(runs) - number + 1)})" if times else ""
+            _print(console, f"run {number} of {len(runs)}: {words}{left}")
+            start = time.monotonic()
             status = train_run(run.config, console)
+            times.append(time.monotonic() - start)
         if not status:
             return None
         results[run.name] = SweepResult(run.name, run.settings, status, read_metrics(run.config.directory))
@@ -255,8 +267,7 @@ def read_results(out: Path) -> list[SweepResult]:
 
 
 def write_results(out: Path, results: Sequence[SweepResult]) -> None:
-    with replace_file(out / RESULTS_FILE) as path:
-        path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    write_text_atomically(out / RESULTS_FILE, json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

@@ -17,6 +17,7 @@ from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
 from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
+from ..console import in_notebook
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
@@ -29,7 +30,7 @@ from .events import Event, TrainingFinished
 from .loggers.html_report import HtmlReportLogger
 from .loggers.jsonl import JsonlLogger
 from .loggers.logger import Logger, LoggerCollection
-from .loggers.notebook import NotebookProgressLogger, in_notebook
+from .loggers.notebook import NotebookProgressLogger
 from .loggers.progress import ProgressLogger
 from .loggers.sample_grids import SampleGridLogger
 from .loop import train
@@ -175,8 +176,8 @@ def run_training(
     """
     if resume is not None and init_from is not None:
         raise ConfigError(
-            "--resume and --init-from were both given; --resume restores everything, --init-from only the weights"
-            " [TM301]"
+            "--resume and --init-from cannot be combined; use --resume to restore everything, or --init-from to "
+            "load only the weights [TM301]"
         )
     config = require_valid(make_tiny_any(config) if tiny else config)
     directory = config.directory
@@ -184,8 +185,8 @@ def run_training(
     latest = run_directory.claim_run_directory(config, directory, allow_change)
     if latest is not None and (resume or init_from):
         raise ConfigError(
-            f"{directory} already has checkpoints; choose another name=... for a run that starts from other weights"
-            " [TM302]"
+            f"{directory} already contains checkpoints; choose another name=... for a run that starts from other "
+            "weights [TM302]"
         )
     run = build_run(config, directory, init_from)
     try:

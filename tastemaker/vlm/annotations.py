@@ -105,9 +105,8 @@ class PaliGemmaMaskDecoder(nn.Module):
             return None
         if max(detection.codes) >= len(self.embedding):
             raise ConfigError(
-                f"the answer has the mask code {max(detection.codes)}, but the weights know {len(self.embedding)}; "
-                f"expected {MASK_DECODER_FILE}"
-                " [TM696]"
+                f"--mask-decoder: the answer has the mask code {max(detection.codes)}, but the weights have "
+                f"{len(self.embedding)} codes; give {MASK_DECODER_FILE} [TM696]"
             )
         left, top, right, bottom = detection.corners(width, height)
         coverage = torch.zeros(height, width)
@@ -126,21 +125,25 @@ def load_mask_decoder(path: Path) -> PaliGemmaMaskDecoder:
     state["embedding"] = tensors.get("_vq_vae._embedding", torch.zeros(0)).float()
     wrong = [key for key, x in net.state_dict().items() if key not in state or state[key].shape != x.shape]
     if wrong:
-        raise ConfigError(f"{path} has no fitting '{wrong[0]}'; expected {MASK_DECODER_FILE} [TM697]")
+        raise ConfigError(
+            f"--mask-decoder: {path} does not have a matching '{wrong[0]}'; give {MASK_DECODER_FILE} [TM697]"
+        )
     net.load_state_dict({key: state[key] for key in net.state_dict()})
     return net.eval().requires_grad_(False)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}; expected {MASK_DECODER_FILE} [TM698]")
+        raise ConfigError(f"--mask-decoder: the file {path} does not exist; give {MASK_DECODER_FILE} [TM698]")
     if path.suffix != ".npz":
         return dict(load_state_dict(path))
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays: dict[str, Any] = {key: file[key] for key in file.files}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no readable .npz ({error!s:.100}); fetch vae-oid.npz again [TM699]") from error
+        raise ConfigError(
+            f"--mask-decoder: {path} is not a readable .npz file ({error!s:.100}); download vae-oid.npz again [TM699]"
+        ) from error
     return {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in arrays.items()}
 
 
@@ -164,10 +167,14 @@ def open_annotation_writer(out: Path | None, weights: Path | None, *, folder: bo
     """Check the options for drawing before a large model is loaded; None if nothing is to be drawn."""
     if out is None:
         if weights is not None:
-            raise ConfigError(f"--mask-decoder {weights} draws nothing without --draw; say where to draw to [TM700]")
+            raise ConfigError(
+                f"--mask-decoder: {weights} has no effect without --draw; add --draw with the output path [TM700]"
+            )
         return None
     if not folder and out.suffix.lower() not in IMAGE_SUFFIXES:
-        raise ConfigError(f"--draw {out} is no image; expected a name that ends in {', '.join(IMAGE_SUFFIXES)} [TM701]")
+        raise ConfigError(
+            f"--draw: {out} is not an image file; use a name that ends in {', '.join(IMAGE_SUFFIXES)} [TM701]"
+        )
     return AnnotationWriter(out, load_mask_decoder(weights) if weights else None)
 
 
@@ -192,7 +199,7 @@ def annotate_images(
         print_line(console, f"{count} objects drawn on {len(annotated)} images, see {writer.out}")
     else:
         advice = "ask a PaliGemma to 'detect ...' or 'segment ...'"
-        print_line(console, f"no answer names a location, so nothing is drawn; {advice}")
+        print_line(console, f"no answer contains a location, so nothing is drawn; {advice}")
     return len(annotated)
 
 

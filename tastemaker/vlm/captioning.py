@@ -44,16 +44,18 @@ def find_images(options: CaptionOptions) -> list[Path]:
     """The images of the folder; refuses a wrong folder before a large model is loaded."""
     if not options.folder.is_dir():
         raise ConfigError(
-            f"{options.folder} is no folder; expected one with images (`tastemaker ask` takes a single one) [TM702]"
+            f"{options.folder} is not a folder; give a folder with images (for a single image use `tastemaker "
+            "ask`) [TM702]"
         )
     files = find_images_and_videos(options.folder, frame_folders=False)
     if not files:
-        raise ConfigError(f"{options.folder}: no images found; expected files that end in {READABLE_SUFFIXES} [TM703]")
+        raise ConfigError(
+            f"{options.folder}: no images found; add files that end in {READABLE_SUFFIXES}, or correct the path [TM703]"
+        )
     if options.layout == "txt" and (options.folder / METADATA).is_file():
         raise ConfigError(
-            f"{options.folder / METADATA} exists, and training reads it instead of .txt files; "
-            "add to it with --format jsonl or both, or move it away"
-            " [TM704]"
+            f"--format: {options.folder / METADATA} exists, and training reads it instead of .txt files; use "
+            "--format jsonl or --format both, or move this file away [TM704]"
         )
     return files
 
@@ -108,7 +110,7 @@ def read_caption_list(path: Path) -> dict[str, dict[str, Any]]:
     for number, _, name in rows:
         if not isinstance(name, str):
             raise ConfigError(
-                f"{path}, line {number}: it has no 'file_name'; correct the line or move the file away [TM705]"
+                f"{path}, line {number}: 'file_name' is missing; correct this line, or move the file away [TM705]"
             )
     return {str(name): dict(row) for _, row, name in rows}
 
@@ -127,5 +129,5 @@ def write_captions(options: CaptionOptions, captions: Mapping[Path, str], rows: 
             write_text_atomically(options.folder / METADATA, "".join(lines))
     except OSError as error:
         raise ConfigError(
-            f"captions cannot be written in {options.folder} ({error}); check its permissions [TM706]"
+            f"captions cannot be written in {options.folder} ({error}); check the permissions of the folder [TM706]"
         ) from error

@@ -63,7 +63,9 @@ class YesNoModel(ABC):
         self, pixels: Tensor, questions: Sequence[str], sample_ids: Sequence[int], generation: GenerationSettings
     ) -> list[str]:
         """Answers in full sentences; refuses if the model has only single tokens."""
-        raise ValueError(f"{type(self).__name__} answers in one word; expected a chat model that can explain [TM707]")
+        raise ValueError(
+            f"{type(self).__name__} answers in one word only; use a chat model that can explain its answers [TM707]"
+        )
 
 
 class ChatModel(YesNoModel):
@@ -149,9 +151,8 @@ def load_chat_model(
         _ = chat.answer_tokens  # refuses now rather than at the first image
     if differentiable and not chat.processor.differentiable:
         raise ConfigError(
-            f"{path} prepares images outside PyTorch, so it has no gradient; "
-            "expected LLaVA-OneVision, or leave 'pixel_gradient' out"
-            " [TM708]"
+            f"'pixel_gradient': {path} prepares images outside PyTorch, so it does not have a gradient; use "
+            "LLaVA-OneVision, or remove 'pixel_gradient' [TM708]"
         )
     return chat
 
@@ -175,7 +176,8 @@ def _load_from_transformers(settings: dict[str, Any], path: Path, placement: Pla
         model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"{path} holds no vision-language model ({error}); name one of transformers [TM709]"
+            f"{path} does not contain a vision-language model ({error}); give a vision-language model of "
+            "transformers [TM709]"
         ) from error
     return load_network(model_class, config, path, placement)
 
@@ -197,7 +199,7 @@ def _with_processor(net: Any, model_type: str, path: Path) -> ChatModel:
     except (OSError, ImportError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"the tokenizer or processor in {path} cannot be used ({reason:.200}); fetch it [TM710]"
+            f"the tokenizer or processor in {path} cannot be used ({reason:.200}); download the folder again [TM710]"
         ) from error
     return ChatModel(net, processor.tokenizer, DefaultChatProcessor(net, processor))
 

@@ -50,9 +50,9 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
             raise ConfigError(
-                f"found temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens; "
-                "expected at least 0, above 0 up to 1, and at least one token"
-                " [TM711]"
+                "expected temperature of at least 0, top-p above 0 and at most 1, and at least one token, got "
+                f"temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens; correct "
+                "these settings [TM711]"
             )
 
 
@@ -229,7 +229,8 @@ class ChatDecoderPool:
             if self.strict_mode or self.mode == "eager":
                 raise
             warnings.warn(
-                f"decoding without CUDA graphs, because a step cannot be captured ({error!s:.200}) [TM712]",
+                f"decoding runs without CUDA graphs, because a step cannot be captured ({error!s:.200}); the "
+                "answers are the same, but slower [TM712]",
                 stacklevel=2,
             )
             self.mode = "eager"

@@ -56,7 +56,7 @@ class VlmJudge:
 
     def _ask(self, pixels: Tensor, prompts: Prompts, question: str, keep_cache: bool = False) -> ChatOutput:
         if not bool(pixels.isfinite().all()):
-            raise ValueError("a judge got images with NaN or infinite pixels; expected numbers from 0 to 1 [TM713]")
+            raise ValueError("a judge got images with NaN or infinite pixels; pass pixels from 0 to 1 [TM713]")
         template = question if IMAGE in question else f"{IMAGE}\n{question}"
         questions = [(template.replace("{prompt}", self.model.strip_special_tokens(prompt)),) for prompt in prompts]
         return self.model.ask(pixels, questions, keep_cache)
@@ -65,9 +65,9 @@ class VlmJudge:
         tokens = self.model.answer_tokens
         if self.name and not set(logits.argmax(-1).tolist()) <= {*tokens.yes, *tokens.no}:
             warnings.warn(
-                f"the judge '{self.name:.200}' answers neither yes nor no about some images, which are scored by its "
-                "answer mode anyway; ask another question, or fine-tune it with `tastemaker train orm-onevision`"
-                " [TM714]",
+                f"the judge '{self.name:.200}' answered neither yes nor no for some images, and these answers are "
+                "scored too; ask another question, or fine-tune the judge with `tastemaker train orm-onevision` "
+                "[TM714]",
                 stacklevel=1,  # the same place for every caller, so that it is shown once
             )
         return parse_answer(logits, tokens, self.mode, self.threshold)

@@ -114,5 +114,5 @@ def load_generator_judge(spec: ModelSpec, placement: Placement) -> GeneratorJudg
     if model.answers_questions:
         return GeneratorJudge(model)
     raise ConfigError(
-        f"judge.model: {type(spec).__name__} does not answer questions about images; expected type showo [TM715]"
+        f"judge.model: {type(spec).__name__} does not answer questions about images; use a model of type showo [TM715]"
     )

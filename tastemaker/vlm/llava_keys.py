@@ -53,7 +53,8 @@ def _convert_key(key: str, path: Path) -> str:
         if re.fullmatch(old, key):
             return re.sub(old, new, key)
     raise ConfigError(
-        f"{path} holds '{key:.120}', which no LLaVA-OneVision has; expected one in LLaVA-NeXT's layout [TM716]"
+        f"{path} contains '{key:.120}', which LLaVA-OneVision does not have; give a model in LLaVA-NeXT's layout "
+        "[TM716]"
     )
 
 
@@ -64,7 +65,7 @@ def llava_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], pat
     missing = [name for name in TEXT_SETTINGS if name not in settings]
     if missing:
         raise ConfigError(
-            f"{path}/config.json has no '{missing[0]}'; expected that of a LLaVA-OneVision with Qwen2 [TM717]"
+            f"{path}/config.json does not contain '{missing[0]}'; give a LLaVA-OneVision model with Qwen2 [TM717]"
         )
     text = {name: settings[name] for name in TEXT_SETTINGS} | {"model_type": "qwen2", "tie_word_embeddings": False}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": float(settings.get("rope_theta", 1e6))}
@@ -87,7 +88,7 @@ def _vision_config(name: str, tensors: Mapping[str, Tensor], path: Path) -> dict
         fc1 = tensors[f"{TOWER}encoder.layers.0.mlp.fc1.weight"]
     except KeyError as error:
         raise ConfigError(
-            f"{path} lacks {error}; expected a complete LLaVA-OneVision with its vision tower [TM718]"
+            f"{path} lacks {error}; give a complete LLaVA-OneVision model with its vision tower [TM718]"
         ) from error
     layers = {key.split(".")[4] for key in tensors if key.startswith(f"{TOWER}encoder.layers.")}
     width, patch, grid = patches.shape[0], patches.shape[-1], math.isqrt(positions.shape[0])

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ..config.load import YAML_SUFFIXES, list_recipes, read_recipe
 from ..config.validate import build_component
+from ..console import ProgressBar
 from ..core.errors import pluralize
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
@@ -126,7 +126,7 @@ class AskOptions:
 
     def __post_init__(self) -> None:
         if not all(question.strip() for question in self.questions):
-            raise ConfigError("the question is empty; ask something, such as 'describe this image' [TM719]")
+            raise ConfigError("the question is empty; ask for example 'describe this image' [TM719]")
 
     def questions_about(self, image: ImageRecord) -> list[str]:
         """The questions about an image, without duplicates."""
@@ -164,15 +164,15 @@ def find_showo(model: str) -> ShowoSpec | None:
     if "model" not in recipe:
         judge = recipe.get("judge")
         if not isinstance(judge, Mapping):
-            advice = "trains no model that answers questions; name a Show-o, or a vision-language model"
+            advice = "does not train a model that answers questions; give a Show-o model, or a vision-language model"
         elif is_run:
-            advice = f"fine-tuned a judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
+            advice = f"is a fine-tuned judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
         else:
-            advice = f"is a recipe; name the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
+            advice = f"is a recipe; give the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
         raise ConfigError(f"--model: {model:.200} {advice} [TM720]")
     spec: ModelSpec = build_component(ModelSpec, recipe["model"], "--model")
     if not isinstance(spec, ShowoSpec):
-        advice = "name a Show-o, or a vision-language model"
+        advice = "give a Show-o model, or a vision-language model"
         raise ConfigError(f"--model: {model} generates images but does not answer questions; {advice} [TM721]")
     return replace(spec, weights=model) if is_run else spec
 
@@ -231,8 +231,8 @@ def answer_folder(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         truncate_partial_line(out)
-        with out.open("a", encoding="utf-8") as record, Progress(console=console) as progress:
-            task = progress.add_task("asking", total=len(images), completed=len(images) - len(pending))
+        with out.open("a", encoding="utf-8") as record, ProgressBar(console) as progress:
+            progress.start("asking", len(images), len(images) - len(pending), "images")
             for batch in prefetch_batches(batch_by_size(pending, options.batch_size)):
                 if isinstance(batch, dict):
                     unreadable += 1
@@ -243,12 +243,14 @@ def answer_folder(
                         chunk = pairs[first : first + options.batch_size]
                         record.writelines(format_answers(options, chunk, answer_batch(model, options, chunk)))
                         record.flush()
-                progress.advance(task, 1 if isinstance(batch, dict) else len(batch))
+                progress.advance(1 if isinstance(batch, dict) else len(batch))
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error}); name another file with --out [TM722]") from error
+        raise ConfigError(f"--out: {out} cannot be written ({error}); give another file with --out [TM722]") from error
     console.print(f"{pluralize(len(images) - unreadable)} answered, see {out}", markup=False, soft_wrap=True)
     if unreadable:
-        raise ImageError(f"{unreadable} of {pluralize(len(images))} could not be read; the lines above say why [TM723]")
+        raise ImageError(
+            f"{unreadable} of {pluralize(len(images))} could not be read; the lines above give the reasons [TM723]"
+        )
     return options.read_answers(out, images)
 
 
@@ -280,7 +282,7 @@ def read_answers(out: Path) -> list[dict[str, Any]]:
     try:
         text = out.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{out} holds no text; name another file with --out [TM724]") from error
+        raise ConfigError(f"--out: {out} is not a text file; give another file with --out [TM724]") from error
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -288,7 +290,7 @@ def read_answers(out: Path) -> list[dict[str, Any]]:
             continue
         if not isinstance(row, dict) or not {"file", "question", "made"} <= row.keys():
             raise ConfigError(
-                f"{out} holds something else than answers ({line:.40}); name another file with --out [TM725]"
+                f"--out: {out} contains other data than answers ({line:.40}); give another file with --out [TM725]"
             )
         rows.append(row)
     return rows

@@ -113,6 +113,6 @@ def _word_tokens(tokenizer: Any, word: str) -> tuple[int, ...]:
     tokens = tuple(dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1))
     if not tokens or len(encoded[0]) != 1:
         raise ConfigError(
-            f"the tokenizer has no token for '{word}'; expected a judge that can answer in one word [TM726]"
+            f"the tokenizer does not have a token for '{word}'; use a judge that can answer in one word [TM726]"
         )
     return tokens

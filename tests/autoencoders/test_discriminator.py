@@ -172,7 +172,7 @@ def test_validation_images_are_not_trained_on() -> None:
 def test_inconsistent_discriminator_settings_are_refused() -> None:
     config = make_config("validation.data={type: prompts, prompts: [a]}")
     assert [problem.split(":")[0] for problem in find_problems(load_any_config("llamagen-vq", []), world_size=2)] == []
-    assert [problem.split(":")[0] for problem in find_problems(config)] == ["validation.data"]
+    assert [problem.split(":")[0] for problem in find_problems(config)] == ["validation.data.type"]
     assert not find_problems(
         load_any_config("llamagen-vq", ["discriminator.adaptive_weight=true", "engine.compile=true"])
     )

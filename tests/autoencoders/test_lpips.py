@@ -139,7 +139,7 @@ def test_reward_is_the_negative_distance_to_the_target() -> None:
     [
         ({}, 32, "'cat'.* 'target'"),
         ({"target": torch.zeros(1, 3, 8, 8)}, 32, r"'cat'.*\[1, 3, 8, 8\]"),
-        ({"target": torch.zeros(1, 3, 9, 9)}, 9, "9x9.* 16"),
+        ({"target": torch.zeros(1, 3, 9, 9)}, 9, "16x16.* 9x9"),
     ],
 )
 def test_invalid_target_is_refused(metadata: dict[str, Any], size: int, message: str) -> None:

@@ -127,7 +127,7 @@ def test_inconsistent_autoencoder_settings_are_refused() -> None:
     prompts = "data={type: prompts, prompts: [a red]}"
     config = load_any_config("playground-vae", [prompts, "batch_size=7", "ema_decay=0"])
     assert [problem.split(":")[0] for problem in find_problems(config, world_size=2)] == [
-        "data",
+        "data.type",
         "batch_size",
         "sample.weights",
     ]

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from tastemaker import __version__
 from tastemaker.cli import EXIT_USAGE, app
-from tastemaker.cli.components import fit_description
+from tastemaker.cli.components import fit_recipe
 from tastemaker.cli.options import PANELS
 from tastemaker.config.recipes import list_recipes, list_trainable_recipes
 from tastemaker.data.prompts import PromptFile
@@ -82,7 +82,7 @@ def test_recipes_are_grouped_and_filtered(capsys: pytest.CaptureFixture[str], mo
     assert {"name", "family", "description"} == set(json.loads(capsys.readouterr().out)[0])
     assert run_cli("list", "recipes", "--model", "nothing") == EXIT_USAGE
     assert run_cli("list", "models", "--model", "flux") == EXIT_USAGE
-    assert fit_description("VADER on Wan with LoRA. Reward: HPS v2.1.", 30) == "VADER. Reward: HPS v2.1."
+    assert fit_recipe("VADER on Wan with LoRA. Reward: HPS v2.1.", 30) == "VADER. Reward: HPS v2.1."
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_recipes_are_grouped_and_filtered(capsys: pytest.CaptureFixture[str], mo
         (["check", "grpo-toy-flow", "lr=1e-3"], "did you mean 'optim.lr'?"),
         (["check", "grpo-toy-flow", "noise_level=1"], "did you mean 'process.dynamics.noise_level'?"),
         (["check", "grpo-toy-flow", "prompts=4"], "'data.prompts' or 'batch.prompts'"),
-        (["train", "runs/grpo-toy-flow"], "there is no run runs/grpo-toy-flow"),
-        (["train", "empty"], "empty is no run"),
+        (["train", "runs/grpo-toy-flow"], "run directory runs/grpo-toy-flow does not exist"),
+        (["train", "empty"], "empty is not a run directory"),
         (["train", "models/flxu"], "did you mean 'models/flux'?"),
         (["train", "flux-grpo"], "dancegrpo-flux"),
     ],
@@ -106,7 +106,7 @@ def test_mistakes_have_useful_suggestions(
     assert fragment in error
     named = [name for name in list_recipes() if re.search(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", error)]
     assert len(named) <= 5
-    if "no run" in fragment:
+    if "run directory" in fragment:
         assert "did you mean" not in error and "nearest" not in error
 
 

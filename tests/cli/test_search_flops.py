@@ -93,7 +93,7 @@ def test_several_candidate_counts_plot_score_against_cost(capsys: pytest.Capture
     }
     assert "cost per sample" in capsys.readouterr().err
     assert run_cli(*arguments, "--search", "parm", "--num-candidates", "two") == EXIT_USAGE
-    assert "expected integers, as in 1,4,20" in capsys.readouterr().err
+    assert "TM586" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["flow", "masked", "causal"])

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from tastemaker.config.check import StepCounts, compute_step_counts, find_problems, require_valid, torchrun_world_size
-from tastemaker.config.load import load
+from tastemaker.config.load import load, load_any_config
 from tastemaker.core.registry import ConfigError
 from tastemaker.objectives.reward_gradient import RewardGradient
 
@@ -14,12 +14,12 @@ from tastemaker.objectives.reward_gradient import RewardGradient
     ("recipe", "change", "key", "fragment"),
     [
         ("grpo-toy-flow", "model={type: toy_causal}", "process.type", "process.type=autoregressive"),
-        ("grpo-toy-causal", "objective={type: nft}", "objective", "'gaussian'"),
+        ("grpo-toy-causal", "objective={type: nft}", "objective.type", "'gaussian'"),
         ("vader-svd-hps", "data={type: prompts, prompts: [a fox]}", "model.image", "first prompt"),
         ("grpo-toy-flow", "process.dynamics={type: ode}", "process.dynamics", "stochastic"),
         ("grpo-toy-flow", "process.dynamics={type: ddim, eta: 0}", "process.dynamics", "stochastic"),
-        ("grpo-toy-flow", "data={type: toy_pairs}", "data", "prompts or prompt_file"),
-        ("dpo-toy-flow", "data={type: prompts, prompts: [a red]}", "data", "toy_pairs or pair_file"),
+        ("grpo-toy-flow", "data={type: toy_pairs}", "data.type", "prompts or prompt_file"),
+        ("dpo-toy-flow", "data={type: prompts, prompts: [a red]}", "data.type", "toy_pairs or pair_file"),
         ("draft-toy-flow", "rewards.small.type=jpeg", "rewards", "'small'"),
         (
             "draft-toy-flow",
@@ -27,7 +27,7 @@ from tastemaker.objectives.reward_gradient import RewardGradient
             "rewards",
             "'a', 'b'",
         ),
-        ("grpo-toy-flow", "rewards=null", "rewards", "none"),
+        ("grpo-toy-flow", "rewards=null", "rewards", "no rewards"),
         ("grpo-toy-flow", "rewards.color.weight=0", "rewards", "weight 0"),
         ("grpo-toy-flow", "rewards.still.type=stillness", "rewards", "'still'"),
         ("refl-toy-epsilon", "objective.step_range=[6, 30]", "objective", "step 30"),
@@ -53,7 +53,7 @@ def test_every_gradient_mode_is_valid(mode: str) -> None:
 
 def test_last_steps_are_at_most_those_of_the_sampler() -> None:
     (problem,) = find_problems(load("vader-wan-hps", ["objective.last_steps=26"]), world_size=1)
-    assert problem.startswith("objective.last_steps: 26")
+    assert problem.startswith("objective.last_steps: ") and "got 26;" in problem
     assert find_problems(load("vader-wan-hps", ["objective.last_steps=25"]), world_size=1) == []
     assert (
         find_problems(
@@ -160,10 +160,16 @@ def test_context_parallel_ranks_share_prompts() -> None:
     assert problem.startswith("engine.context_parallel: 3 ranks")
 
 
+@pytest.mark.parametrize("recipe", ["vader-cogvideox-hps", "flowgrpo-sd35", "vae-playground"])
+def test_context_parallel_of_other_models_is_refused(recipe: str) -> None:
+    problems = find_problems(load_any_config(recipe, ["engine.context_parallel=2"]), world_size=2)
+    assert any("engine.context_parallel: 2" in problem and "TM920" in problem for problem in problems)
+
+
 @pytest.mark.parametrize("other", ["compile=true", "strategy=fsdp", "context_parallel=2"])
 def test_cuda_graphs_exclude_compile_and_sharding(other: str) -> None:
     assert find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true"])) == []
-    (problem,) = find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true", f"engine.{other}"]))
+    *_, problem = find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true", f"engine.{other}"]))
     assert problem.startswith("engine.cuda_graphs: ") and f"engine.{other.partition('=')[0]}" in problem
 
 

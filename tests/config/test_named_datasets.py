@@ -102,8 +102,8 @@ def test_datasets_file_in_the_current_directory_has_precedence(here: Path) -> No
             "faces: {type: image_colection, path: x}",
             "'image_colection'; did you mean 'image_collection'",
         ),
-        ("faces: {type: image_folder, path: x, im_channels: 4}", "im_channels is 4"),
-        ("[]", "names of datasets"),
+        ("faces: {type: image_folder, path: x, im_channels: 4}", "im_channels 1 or 3, got 4"),
+        ("[]", "TM037"),
     ],
 )
 def test_invalid_dataset_files_are_reported(here: Path, text: str, message: str) -> None:

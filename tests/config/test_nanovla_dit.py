@@ -128,10 +128,10 @@ def test_both_stages_train_in_sequence(here: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps is 500"),
+        (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps: expected 1000, got 500"),
         (OLD.replace("hidden_size", "hiden_size"), "'hiden_size'; did you mean 'hidden_size'"),
         (OLD.replace("z_channels", "z_chanels"), "'z_chanels'; did you mean 'z_channels'"),
-        (OLD.replace("[True]", "2"), "down_sample is 2"),
+        (OLD.replace("[True]", "2"), "down_sample: expected a list of true and false, one per block, got 2"),
         (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'"),
         (NEW.replace("weights: vae_autoencoder.pth", "weights: null"), "autoencoder.weights is None"),
     ],

@@ -108,7 +108,7 @@ def test_check_refuses_a_weights_folder_that_does_not_exist(capsys: pytest.Captu
         run_cli("check", "grpo-playground-flow", "model.weights=./flow", "rewards.taste.weights=./taste") == EXIT_USAGE
     )
     error = " ".join(capsys.readouterr().err.split())
-    assert "model.weights: there is no './flow'" in error and "rewards.taste.weights" in error
+    assert "model.weights: the path './flow' does not exist" in error and "rewards.taste.weights" in error
 
 
 def test_local_paths_differ_from_names() -> None:

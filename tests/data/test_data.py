@@ -163,10 +163,10 @@ def test_invalid_image_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"TM196"):
         CaptionedFolder(tmp_path).load(SEED)
     save_solid_image(tmp_path / "a.png")
-    with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt.*TM234"):
+    with pytest.raises(ConfigError, match=r"the caption of .*a\.png: the file .*a\.txt.*TM234"):
         CaptionedFolder(tmp_path).load(SEED)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "prompt": "x"}')
-    with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: there is no file .*b\.png.*TM234"):
+    with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: the file .*b\.png.*TM234"):
         CaptionedFolder(tmp_path).load(SEED)
 
 
@@ -190,7 +190,7 @@ def test_invalid_pairs_are_refused_by_row(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: 'rejected'.* prompt, chosen.*TM232"):
         PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png"})).load(SEED)
-    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: there is no file .*none\.png.*TM234"):
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: the file .*none\.png.*TM234"):
         PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "none.png"})).load(SEED)
     uneven = PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "large.png"})).load(SEED)
     with pytest.raises(

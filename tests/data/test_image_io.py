@@ -262,8 +262,8 @@ def test_frame_names_of_other_programs_are_read(tmp_path: Path) -> None:
     [
         (["0.png", "1.png", "3.png"], "frame 2 is missing"),
         (["1.png", "01.png"], "two frames have the same number"),
-        (["0.png", "cover.png"], "it holds cover.png"),
-        ([], "it holds no image"),
+        (["0.png", "cover.png"], "contains cover.png"),
+        ([], "contains no image"),
     ],
 )
 def test_incomplete_frame_folder_is_refused(tmp_path: Path, names: list[str], message: str) -> None:

@@ -41,7 +41,7 @@ def test_image_dir_sets_the_base_of_paths(published: Path) -> None:
     (published / "lists").mkdir()
     (published / "dpo.json").rename(published / "lists/dpo.json")
     assert len(PairFile(published / "lists/dpo.json", image_dir=published).load(0)) == 4
-    with pytest.raises(ConfigError, match=r"row 1: there is no file .*good\.png.*TM234"):
+    with pytest.raises(ConfigError, match=r"row 1: the file .*good\.png.*TM234"):
         PairFile(published / "lists/dpo.json").load(0)
 
 
@@ -81,13 +81,13 @@ def test_pair_folder_matches_names(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("dpo.json", "{", "not JSON"),
-        ("dpo.json", '{"prompt": "a"}', "expected a list of objects, found dict"),
+        ("dpo.json", '{"prompt": "a"}', "expected a list of objects, got dict"),
         ("dpo.json", "[]", "expected a list of objects"),
         ("dpo.json", '[{"prompt": "a"}]', "row 1: 'chosen' is missing; found prompt"),
-        ("dpo.json", '[{"prompt": "a", "chosen": 3}]', "row 1: 'chosen' is 3, expected text"),
-        ("mix.yaml", "datasets: []", "expected `datasets:` with a list"),
-        ("mix.yaml", "datasets: [3]", "a data set is 3"),
-        ("mix.yaml", "datasets: [{json_path: none.json}]", r"there is no file .*none\.json"),
+        ("dpo.json", '[{"prompt": "a", "chosen": 3}]', "row 1: 'chosen' is 3; expected text"),
+        ("mix.yaml", "datasets: []", "`datasets:` .*TM239"),
+        ("mix.yaml", "datasets: [3]", "got 3.*TM240"),
+        ("mix.yaml", "datasets: [{json_path: none.json}]", r"the file .*none\.json"),
         ("mix.yaml", "a: [", "not YAML"),
     ],
 )

@@ -121,7 +121,7 @@ def test_pickles_with_code_and_empty_files_are_refused(folder: Path, capsys: pyt
         with pytest.raises(ConfigError, match=name):
             PromptsWithImages(folder / name).load(0)
     (folder / "gone.json").write_text('{"a": "gone.png"}')
-    with pytest.raises(ConfigError, match=r"there is no file .*gone\.png.*TM234"):
+    with pytest.raises(ConfigError, match=r"the file .*gone\.png.*TM234"):
         PromptsWithImages(folder / "gone.json").load(0)
     (folder / "rows.jsonl").write_text('{"prompt": "a"}')
     with pytest.raises(ConfigError, match=r"line 1: 'image' is missing.*TM232"):

@@ -111,5 +111,5 @@ def test_prompts_are_read_from_saved_datasets(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'train'.* test"):
         PromptFile(tmp_path / "parts").load(0)
     datasets.Dataset.from_dict({"a": [1]}).save_to_disk(str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match="expected one of prompt, caption, text"):
+    with pytest.raises(ConfigError, match="one of prompt, caption, text"):
         PromptFile(tmp_path / "other").load(0)

@@ -99,7 +99,7 @@ def test_resuming_with_other_options_is_refused(inputs: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "imagenet16_codes/codes.json").read_text())["views"] == "flip"
     with pytest.raises(ConfigError, match=r"started with another 'views'.*TM161"):
         encode_tokens(encoding_options(inputs, tmp_path, "center"), Placement(), SILENT_CONSOLE)
-    with pytest.raises(ConfigError, match=r"no multiple of 2.*TM162"):
+    with pytest.raises(ConfigError, match=r"not a multiple of 2.*TM162"):
         encode_tokens(encoding_options(inputs, tmp_path, size=17), Placement(), SILENT_CONSOLE)
 
 
@@ -107,4 +107,4 @@ def test_command_refuses_a_missing_directory(inputs: Path, tmp_path: Path, capsy
     assert app is not None
     with pytest.raises(SystemExit):
         main(["encode", str(tmp_path / "none"), "--tokenizer", str(inputs / "vq.safetensors")])
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "no such folder" in capsys.readouterr().err

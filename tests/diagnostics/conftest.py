@@ -22,3 +22,9 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     if request.node.get_closest_marker("fresh_interpreters") is None:
         names = {"Popen": ForkedProcess, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
         monkeypatch.setattr(two_ranks, "subprocess", SimpleNamespace(**names))
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of plans for each test, because tests plan with small networks in place of published ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tastemaker.cli import app
+from tastemaker.cli import diagnose as plan_command
 from tastemaker.config.load import load
+from tastemaker.config.schema import RunConfig
 from tastemaker.core.registry import ConfigError
-from tastemaker.diagnostics import plan
+from tastemaker.diagnostics import plan, plan_cache
 from tastemaker.diagnostics.fake_memory import count_flops, trace_peak_bytes
 from tastemaker.diagnostics.fake_run import CLIP_VISION_CONFIG
 from tastemaker.diagnostics.gpu_presets import find_gpu
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
+from tastemaker.diagnostics.plan_cache import CACHE_FILE, PlanCache
 from tastemaker.models import flux, sd3
 
 DEV, MEDIUM = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-medium"
@@ -110,6 +115,17 @@ def test_lora_and_fsdp_save_memory() -> None:
 
 
 @pytest.mark.usefixtures("small_networks")
+def test_context_parallel_ranks_divide_activations_and_work() -> None:
+    overrides = ["model.height=80", "model.width=80", "model.max_text_tokens=16"]  # 25 image tokens, an odd number
+    plain, shared = (
+        estimate_resources(load("mixgrpo-flux", [*overrides, f"engine.context_parallel={ranks}"]), ranks)
+        for ranks in (1, 2)
+    )
+    assert shared.update_flops == plain.update_flops / 2
+    assert 0.45 * plain.update_activations < shared.update_activations < 0.7 * plain.update_activations
+
+
+@pytest.mark.usefixtures("small_networks")
 def test_batch_sizes_include_branches_and_guidance() -> None:
     srpo = estimate("batch.rollout_batch_size=8", "batch.micro_batch_size=4")
     assert (srpo.collect_batch, srpo.update_batch) == (8, 8)
@@ -149,6 +165,63 @@ def test_plan_takes_a_gpu_by_name_and_shows_progress() -> None:
     result = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *settings, "--gpu", "l40s-48g"])
     assert result.exit_code == 0 and "fits into 44 GiB" in result.stdout and "198 TFLOP/s" in result.stdout
     assert "planning srpo-flux-hps" in result.stderr and "planning" not in result.stdout
+
+
+@pytest.fixture
+def cache_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "tastemaker" / CACHE_FILE
+
+
+def test_plan_is_cached_and_suggests_a_command_that_fits(cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(config: RunConfig, world_size: int = 1) -> ResourceEstimate:
+        measured.append(f"{config.engine.activation_memory} {config.batch.micro_batch_size} on {world_size}")
+        kept = config.engine.activation_memory == "keep"
+        return replace(ESTIMATE, weights=plan_command.GIB, update_activations=(50 if kept else 2) * plan_command.GIB)
+
+    def plan_recipe(*options: str, gib: int = 24) -> Result:
+        return CliRunner().invoke(app, ["plan", "flowgrpo-sd35", *options, "--gpu-gib", str(gib)])
+
+    monkeypatch.setattr(plan, "estimate_any", measure)
+    first, again = plan_recipe(), plan_recipe()
+    assert measured == ["keep 8 on 1", "checkpoint 8 on 1"] and first.stdout == again.stdout
+    assert "  engine.activation_memory=checkpoint: 3.0 GiB" in first.stdout
+    assert "next:\n  tastemaker train flowgrpo-sd35 engine.activation_memory=checkpoint\n" in first.stderr
+    assert "tracing" in first.stderr and "found in the cache" in again.stderr
+    followed = plan_recipe("engine.activation_memory=checkpoint")  # the suggestion was measured before
+    assert len(measured) == 2 and followed.exit_code == 0 and "fits into 24 GiB" in followed.stdout
+    assert plan_recipe("--world-size", "2", gib=80).stderr.endswith("-m tastemaker train flowgrpo-sd35\n")
+    assert measured[2:] == ["keep 8 on 2"]  # another number of GPUs is another plan
+    assert plan_recipe("--no-cache", gib=80).exit_code == 0 and len(measured) == 4
+    for damaged in ("{", "[]", json.dumps({key: {"weights": 1} for key in json.loads(cache_file.read_text())})):
+        cache_file.write_text(damaged)
+        assert plan_recipe(gib=80).exit_code == 0
+    assert len(measured) == 7 and plan_recipe(gib=80).exit_code == 0 and len(measured) == 7
+
+
+def test_plan_of_own_components_and_other_versions_is_not_cached(
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(plan, "estimate_any", lambda config, world_size=1: measured.append(config.name) or ESTIMATE)
+    cache, config = PlanCache(), load("grpo-toy-flow")
+    for version in ("1.0", "1.0", "1.1"):
+        monkeypatch.setattr("tastemaker.__version__", version)
+        cache.estimate(config)
+    assert len(measured) == 2 and cache.knows(config) and not cache.knows(config, 2)
+    monkeypatch.setattr(plan_cache, "config_to_yaml", lambda config: "objective: {type: my_file:RankGRPO}")
+    assert not cache.knows(config) and cache.estimate(config) == cache.estimate(config) and len(measured) == 4
+
+
+def test_command_of_savings_joins_them_and_starts_torchrun() -> None:
+    savings = ["engine.activation_memory=checkpoint", "'tuning={type: lora}' optim.lr=1e-4 (approximate)"]
+    command = plan_command.train_command("r", ["name=a b"], 1, savings)
+    assert command == f"tastemaker train r 'name=a b' {savings[0]} 'tuning={{type: lora}}' optim.lr=1e-4"
+    ranks = "engine.strategy=fsdp on 8 GPUs, with torchrun --nproc-per-node=8 (approximate)"
+    expected = "torchrun --nproc-per-node=8 -m tastemaker train r engine.strategy=fsdp"
+    assert plan_command.train_command("r", [], 1, [ranks]) == expected
 
 
 ESTIMATE = ResourceEstimate(

@@ -60,7 +60,7 @@ def test_metadata_file_is_read_and_validated(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"line 2.*'unicorn'.*TM616"):
         geneval(metadata=file)
-    for text, message in (("", "no prompts"), ("{", "cannot be read"), ("{}", "line 1.*'prompt'")):
+    for text, message in (("", "TM606"), ("{", "cannot be read"), ("{}", "line 1.*'prompt'")):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             read_metadata(file)
@@ -86,7 +86,7 @@ def test_detector_settings_are_parsed_and_described() -> None:
     assert "threshold=0.5" in load_geneval_scorer(spec, Placement(), tiny=True).detector
     default = load_geneval_scorer(GenevalReward(), Placement(), tiny=True).detector
     assert "random" in default and "without self-test" in default
-    for text, message in (("{treshold: 1}", "'threshold'"), ("{type: jpeg}", "settings of GenEval's")):
+    for text, message in (("{treshold: 1}", "'threshold'"), ("{type: jpeg}", "settings of the geneval reward")):
         with pytest.raises(ConfigError, match=message):
             parse_detector(text, self_test=True)
 

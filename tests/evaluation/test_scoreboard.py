@@ -34,6 +34,7 @@ from tastemaker.evaluation.scoreboard.results import (
 from tastemaker.evaluation.scoreboard.svg_charts import cost_chart, curve_charts, overview_chart, spread_labels
 from tastemaker.playground.captions import TASKS
 
+ROOT = Path(__file__).parent.parent.parent
 BASES = {"flow": 0.48, "flow16": 0.34, "causal": 0.55, "masked": 0.63, "epsilon": 0.5, "video": 0.4}
 GAINS = {
     "GRPO": 0.4,
@@ -158,6 +159,19 @@ def test_rising_control_and_falling_score_miss_their_targets(playground: Scorebo
     assert "strict falls" in str(find_row(rows, "srpo-flow").missed_targets)
 
 
+def test_published_rows_are_reached_only_beyond_interval_and_control(playground: ScoreboardPlan) -> None:
+    results: list[Result] = json.loads((ROOT / "docs/scoreboard/results.json").read_text())["results"]
+    rows = [row for row in build_rows(results, playground) if row.missed_targets is not None]
+    hacked = {cell for cell, settings in playground.cells.items() if settings.target and settings.target.guard_warns}
+    reached = [row for row in rows if not row.missed_targets and row.cell not in hacked]
+    assert len(reached) > 15 and all(row.change.low > 0 for row in reached)
+    assert all(row.change.mean > row.control_change.mean for row in reached if row.control_change)
+    assert missed_target(rows, "srpo-flow") == "its control rises as much"
+    assert "interval" in missed_target(rows, "grpo-video") and "interval" in missed_target(rows, "ddpo-video")
+    page = (ROOT / "docs/scoreboard.md").read_text()
+    assert all(f"- {row.key}: " in page for row in rows if row.missed_targets)
+
+
 def test_targets_of_the_plan_are_not_empty(playground: ScoreboardPlan) -> None:
     targets = [cell.target for cell in playground.cells.values() if cell.target]
     assert targets and all(target != CellTarget() for target in targets)
@@ -180,8 +194,8 @@ def test_page_describes_measurements_and_missed_targets(playground: ScoreboardPl
     text = format_section(rows, synthetic_results(), "scoreboard")
     assert "synthetic" in text and "240 prompts" in text
     assert f"- grpo-flow: {missed_target(rows, 'grpo-flow')}" in text
-    assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking: synthetic" in text
-    widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
+    assert "| reward-gradient-flow16-lenient | 150 | probable reward hacking: synthetic |" in text
+    widths = {row.count("|") for row in text.split("Warnings of the guard")[0].splitlines() if row.startswith("|")}
     assert len(widths) == 1
 
 
@@ -239,7 +253,7 @@ def test_summary_from_merged_results(tmp_path: Path) -> None:
 def test_summary_of_no_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", "--summary", str(tmp_path)])
-    assert exit_info.value.code == 2 and "run the bench first" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "TM645" in capsys.readouterr().err
 
 
 def test_number_formats() -> None:

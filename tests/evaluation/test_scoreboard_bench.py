@@ -121,13 +121,13 @@ def test_control_shuffles_training_rewards_only() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cells: {a: {recipe: grpo-nowhere, family: f, objective: a, reward: b}}", "no recipe"),
-        ("cells: {a: {recipe: grpo-toy-flow, family: g, objective: a, reward: b}}", "no family 'g'"),
+        ("cells: {a: {recipe: grpo-nowhere, family: f, objective: a, reward: b}}", "unknown recipe"),
+        ("cells: {a: {recipe: grpo-toy-flow, family: g, objective: a, reward: b}}", "unknown family 'g'"),
         ("cells: {a: {recipe: grpo-toy-flow, family: f, objective: a}}", "cells.a"),
         ("cells: {a: {recipe: ddpo-toy-causal, family: f, objective: a, reward: b, overrides: [steps=x]}}", "cells.a"),
         (
             "cells: {a: {recipe: grpo-toy-flow, family: f, objective: a, reward: b, target: {baseline: b}}}",
-            "no cell 'b'",
+            "unknown cell 'b'",
         ),
     ],
 )

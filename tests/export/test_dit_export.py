@@ -156,7 +156,7 @@ def test_flow_and_unknown_autoencoder_are_exported_as_components(vae: Path, tmp_
         (["model.conditioning=words"], "on words"),
         (["model.convention=explainingai"], "explainingai"),
         (["model.timestep_embed_dim=64"], " 64 .* 256"),
-        (["model.intermediate_size=32"], "MLPs.* 32"),
+        (["model.intermediate_size=32"], "MLP.* 32"),
     ],
 )
 def test_unsupported_networks_are_refused(settings: list[str], message: str, vae: Path, tmp_path: Path) -> None:

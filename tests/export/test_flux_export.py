@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from cli_runner import run_cli
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from rich.console import Console
 from safetensors.torch import load_file
@@ -152,6 +154,27 @@ def test_comfyui_lora_has_down_up_and_alpha(lora: UntrainedRun, tmp_path: Path) 
     nodes = json.loads((tmp_path / "exported/workflow.json").read_text())
     assert nodes["lora"]["inputs"]["lora_name"] == "exported.safetensors"
     assert nodes["shift"]["inputs"]["model"] == ["lora", 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "usage"),
+    [
+        ("diffusers", '  pipeline.load_lora_weights("exported")'),
+        ("comfyui", "  Put exported.safetensors into ComfyUI's models/loras. Then open workflow.json"),
+    ],
+)
+def test_export_is_readable_by_others_and_says_how_to_load_it(
+    layout: str, usage: str, lora: UntrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o027)
+    try:
+        assert run_cli("export", str(lora.run.directory), "--out", "exported", "--layout", layout) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
+    assert len(files) > 2 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
+    assert usage in capsys.readouterr().err.partition("next:\n")[2]
 
 
 def test_lora_is_scaled_before_the_cast(lora: UntrainedRun, tmp_path: Path) -> None:

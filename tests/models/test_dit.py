@@ -91,7 +91,7 @@ def test_unpatchify_inverts_patchify() -> None:
 def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'image_size'.*60.*TM423"):
         DitSpec(image_size=60)
-    with pytest.raises(ValueError, match=r"'width'.*100.*'heads'.*3.*TM424"):
+    with pytest.raises(ValueError, match=r"'width'.*'heads'.*3.*100.*TM424"):
         DitSpec(width=100)
     with pytest.raises(ConfigError, match=r"prompt: .* 'unicorn'.*TM753"):
         DitSpec().tiny().load(Placement()).embed(["a photo of a unicorn"])

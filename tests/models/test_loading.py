@@ -196,12 +196,15 @@ def test_pickled_getattr_is_inert(weights: Tensors, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {**w, "layers.0.attention.wq.weight": torch.zeros(1)}, r"has 'layers\.0\.attention\.wq\.weight'"),
-        (lambda w: {k: x for k, x in w.items() if k != "norm.weight"}, r"lacks 'norm\.weight'"),
+        (
+            lambda w: {**w, "layers.0.attention.wq.weight": torch.zeros(1)},
+            r"unexpected 'layers\.0\.attention\.wq\.weight'",
+        ),
+        (lambda w: {k: x for k, x in w.items() if k != "norm.weight"}, r"missing 'norm\.weight'"),
         (lambda w: {**w, "norm.weight": torch.zeros(3)}, r"'norm\.weight'.*\[3\].*\[32\]"),
-        (lambda w: {"model": {"a": 1}}, "'a' .*no tensor"),
-        (lambda w: [1, 2], "holds a list"),
-        (lambda w: {"conv.weight": torch.zeros(1)}, r"lacks .*'conv\.weight'"),
+        (lambda w: {"model": {"a": 1}}, "'a' .*not a tensor"),
+        (lambda w: [1, 2], "contains a list"),
+        (lambda w: {"conv.weight": torch.zeros(1)}, r"missing .*unexpected 'conv\.weight'"),
     ],
 )
 def test_tensors_of_another_network_are_refused(
@@ -266,7 +269,7 @@ def test_training_starts_from_a_published_tokenizer(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_another_network_is_refused_as_tokenizer(weights: Tensors, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer of LlamaGen.*TM437"):
+    with pytest.raises(ConfigError, match=r"not a tokenizer of LlamaGen.*TM437"):
         load_image_tokenizer(str(save_pickle(weights, tmp_path / "gpt.pt")), 128, 8, 16, Placement())
 
 

@@ -220,7 +220,7 @@ def test_unet_timestep_maps_times_to_training_timesteps(t: float, expected: floa
 
 
 def test_invalid_settings_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'width'.*500.*8192.*TM432"):
+    with pytest.raises(ValueError, match=r"'width'.*8192.*500.*TM432"):
         Sd15Spec(width=500)
     with pytest.raises(ConfigError, match=r"model\.type.*sdxl.*TM521"):
         Sd15Spec(str(folders["sdxl"])).load(Placement())

@@ -96,7 +96,7 @@ def test_mask_without_image_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([1, 2], "'tokens'.*shape"), ([64] * 16, r"64 to 64.* 64"),
+    [([1, 2], "'tokens'.*shape"), ([64] * 16, r"below 64.* 64 to 64"),
      ([-2] * 16, r"-2 to -2"), ([0.5] * 16, r"0\.5 to 0\.5")],
 )  # fmt: skip
 def test_invalid_known_tokens_are_refused(tokens: list[float], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -20,6 +21,15 @@ def test_written_weights_are_read_as_float32_with_config(tmp_path: Path) -> None
     assert loaded["a"].dtype == torch.float32 and torch.allclose(loaded["a"], tensors["a"], atol=1e-3)
     assert loaded["b"].equal(tensors["b"])
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_weights_have_the_permissions_of_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        weight_files.write_weights(tmp_path / "x.safetensors", {"a": torch.zeros(1)}, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_float32_weights_are_exact(tmp_path: Path) -> None:

@@ -117,4 +117,4 @@ def test_token_data_is_accepted_by_its_objectives(tmp_path: Path) -> None:
     data = f"data={{type: token_folder, path: {tmp_path}}}"
     assert find_problems(load("llamagen-pretrain", [data])) == []
     (problem,) = find_problems(load("grpo-llamagen-tf", [data]))
-    assert problem.startswith("data: ") and "'teacher_forced_grpo'" in problem and "'token_folder'" in problem
+    assert problem.startswith("data.type: ") and "'teacher_forced_grpo'" in problem and "'token_folder'" in problem

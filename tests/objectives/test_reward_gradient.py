@@ -11,11 +11,12 @@ import toys
 
 from tastemaker.config.load import load
 from tastemaker.core.policy import Policy
-from tastemaker.core.randomness import Randomness
-from tastemaker.core.types import Placement, select_rows
+from tastemaker.core.randomness import Purpose, Randomness
+from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.toy import ToyFlowSpec
-from tastemaker.objectives.reward_gradient import RewardGradient, decode_frames, select_frames
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.objectives.scored_frames import decode_frames, select_frames
 from tastemaker.processes.dynamics import ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
@@ -204,10 +205,9 @@ def test_random_frame_per_video_does_not_depend_on_batches() -> None:
     for step in range(12):
         rng = Randomness(0, step, torch.arange(8))
         x = torch.randn(8, *policy.model.shape, generator=torch.Generator().manual_seed(step))
-        full = decode_frames(policy, x, "random", rng, 0)
-        chunks = [
-            decode_frames(policy, x[rows], "random", select_rows(rng, rows), 0) for rows in torch.arange(8).split(3)
-        ]
+        uniform = rng.uniform(Purpose.FRAME, 1).flatten()
+        full = decode_frames(policy, x, "random", uniform)
+        chunks = [decode_frames(policy, x[rows], "random", uniform[rows]) for rows in torch.arange(8).split(3)]
         torch.testing.assert_close(full, torch.cat(chunks))
         frames = policy.decode(x)
         scored_frames += [(frames[row] == full[row]).flatten(1).all(1).nonzero().item() for row in range(8)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tastemaker.core.policy import Backbone, Policy
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Reward, RewardCard, RewardSpec
-from tastemaker.core.types import Condition, Metadata, Placement, Prompts
+from tastemaker.core.types import Condition, Metadata, Placement, Prompts, select_rows
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.objectives.srpo import SRPO, Branch, DirectAlignBatch
 from tastemaker.processes.dynamics import DDIM, ODE
@@ -274,3 +274,26 @@ def test_invalid_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SRPO(**settings)
+
+
+@pytest.mark.parametrize("frames", [(0, 2), "last", "random"])
+def test_only_the_chosen_frames_of_a_video_are_decoded(frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, objective = toys.policy("video"), replace(TOY, frames=frames)
+    ctx = toys.context(policy, 4)
+    experience = objective.collect(ctx, toys.prompts(4))
+    decoded: list[Any] = []
+    decode = policy.decode
+    monkeypatch.setattr(Policy, "decode", lambda self, x, frames=None: decoded.append(frames) or decode(x, frames))
+    loss = objective.loss(ctx, experience, ("denoise", "inversion")).rows
+    if frames != "random":
+        assert decoded == [[0, 2] if frames == (0, 2) else [2]]
+        return
+    assert experience.frame is not None
+    chosen = (experience.frame * 3).long().tolist()
+    assert {frame for (frame,) in decoded} == {*chosen} and len(decoded) == len({*chosen})
+    # One video at a time, its own frame by index, gives the same losses.
+    for row, frame in enumerate(chosen):
+        alone = replace(TOY, frames=frame).loss(
+            ctx, select_rows(experience, torch.tensor([row])), ("denoise", "inversion")
+        )
+        torch.testing.assert_close(alone.rows, loss[row : row + 1])

@@ -396,7 +396,7 @@ def test_samples_of_an_earlier_run_are_not_shown(tmp_path: Path) -> None:
 def test_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["report", str(tmp_path)])
-    assert exit_info.value.code == EXIT_USAGE and "is no run" in capsys.readouterr().err
+    assert exit_info.value.code == EXIT_USAGE and "TM779" in capsys.readouterr().err
 
 
 def test_training_writes_a_report(

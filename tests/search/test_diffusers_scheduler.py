@@ -212,13 +212,13 @@ def test_scheduler_with_missing_packages_names_them(monkeypatch: pytest.MonkeyPa
     ("search", "path", "pattern"),
     [
         (DiffusersSchedulerSearch("DPMSolverMultistep"), LATENT, "'DPMSolverMultistepScheduler'"),
-        (DiffusersSchedulerSearch("DDIMScheduler"), RectifiedFlow(), "not for flows"),
+        (DiffusersSchedulerSearch("DDIMScheduler"), RectifiedFlow(), "flow models.*TM565"),
         (DiffusersSchedulerSearch("FlowMatchEulerDiscreteScheduler"), LATENT, "levels.*DDIMScheduler"),
         (DiffusersSchedulerSearch("DDIMScheduler"), KarrasPath(), "EulerDiscreteScheduler"),
         (DiffusersSchedulerSearch("DDIMScheduler", settings={"karras": True}), LATENT, "'karras'"),
-        (DiffusersSchedulerSearch("DDIMInverseScheduler"), LATENT, "inverts sampling"),
-        (DiffusersSchedulerSearch("RePaintScheduler"), LATENT, "does not sample from predictions"),
-        (DiffusersSchedulerSearch("CogVideoXDPMScheduler"), LATENT, "does not sample from predictions"),
+        (DiffusersSchedulerSearch("DDIMInverseScheduler"), LATENT, "DDIMInverseScheduler.*TM562"),
+        (DiffusersSchedulerSearch("RePaintScheduler"), LATENT, "RePaintScheduler.*TM562"),
+        (DiffusersSchedulerSearch("CogVideoXDPMScheduler"), LATENT, "CogVideoXDPMScheduler.*TM562"),
         (DiffusersSchedulerSearch("IPNDMScheduler"), LATENT, "levels.*DDIMScheduler"),
         (
             DiffusersSchedulerSearch("DPMSolverMultistepScheduler", settings={"solver_type": "x"}),

@@ -64,10 +64,10 @@ def test_wrong_array_header_is_refused() -> None:
     [
         ({"pixels": np.zeros((1, 3, 8, 8), np.uint8)}, "lacks an array"),
         ({"pixels": np.zeros((1, 3, 8, 8), np.uint8), "json": PROMPT}, "expected float32"),
-        ({"pixels": np.zeros((1, 1, 3, 8, 8)), "json": PROMPT}, "'pixels' is float64"),
+        ({"pixels": np.zeros((1, 1, 3, 8, 8)), "json": PROMPT}, "'pixels': .*float64"),
         ({"pixels": np.zeros((2, 1, 3, 8, 8), np.uint8), "json": PROMPT}, "2 images, 1 prompts"),
-        ({"pixels": ZEROS, "json": json_array(prompts=[3])}, "no list of texts"),
-        ({"pixels": ZEROS, "json": json_array(prompts="a")}, "no list of texts"),
+        ({"pixels": ZEROS, "json": json_array(prompts=[3])}, "not a list of texts"),
+        ({"pixels": ZEROS, "json": json_array(prompts="a")}, "not a list of texts"),
         (
             {"pixels": ZEROS, "json": json_array(prompts=["a"], metadata=[1])},
             "'metadata'",

@@ -190,16 +190,16 @@ def test_token_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "body", "status", "message"),
     [
-        ("/score", NPZ, b"not a zip", 400, "the npz cannot be read"),
-        ("/score", NPZ, b"", 400, "the npz cannot be read"),
+        ("/score", NPZ, b"not a zip", 400, "TM741"),
+        ("/score", NPZ, b"", 400, "TM741"),
         ("/score", JSON, b"{", 400, "not JSON"),
-        ("/score", JSON, b"[]", 400, "no JSON object"),
+        ("/score", JSON, b"[]", 400, "not a JSON object"),
         ("/score", JSON, b'{"images": [], "prompts": []}', 400, "0 images"),
         ("/score", JSON, b'{"images": ["?"], "prompts": ["a"]}', 400, "image 0 cannot be read"),
         ("/score", JSON, b'{"images": ["aGk="], "prompts": ["a"]}', 400, "image 0 cannot be read"),
-        ("/score", "text/plain", b"{}", 400, "content type is 'text/plain'"),
+        ("/score", "text/plain", b"{}", 400, "got 'text/plain'"),
         ("/score", "application/octet-stream", b"\x80\x04.", 400, "content type"),
-        ("/scores", JSON, b"{}", 404, "expected /score"),
+        ("/scores", JSON, b"{}", 404, "POST to /score"),
         ("/score", JSON, b"x" * 3000, 413, "limit is 2000"),
     ],
 )

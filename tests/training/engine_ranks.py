@@ -130,7 +130,7 @@ def non_finite_loss(directory: Path, strategy: str) -> None:
     before = full_tensors(weights.trainable())
     last = engine.comm.rank == engine.comm.world_size - 1
     engine.backward(local_loss(engine, weights, local_rows(engine)) * (float("nan") if last else 1.0), last=True)
-    assert "nan or infinite" in raises(TrainingError, lambda: engine.step(0))
+    assert "TM270" in raises(TrainingError, lambda: engine.step(0))
     assert_equal(full_tensors(weights.trainable()), before)
     train_step(engine, weights, 0)
 

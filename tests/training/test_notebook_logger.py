@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 import tastemaker as tm
+from tastemaker.console import in_notebook
 from tastemaker.report.figure import Figure
 from tastemaker.training import trainer
 from tastemaker.training.events import (
@@ -23,8 +24,7 @@ from tastemaker.training.events import (
     TrainingFinished,
     TrainingStarted,
 )
-from tastemaker.training.loggers import notebook
-from tastemaker.training.loggers.notebook import NotebookProgressLogger, in_notebook
+from tastemaker.training.loggers.notebook import NotebookProgressLogger
 from tastemaker.training.loggers.progress import ProgressLogger
 
 
@@ -122,9 +122,8 @@ def test_terminal_progress_is_used_outside_of_notebooks() -> None:
 def test_train_shows_progress_in_a_notebook(
     output: Display, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (notebook, trainer):
-        monkeypatch.setattr(module, "in_notebook", lambda: True)
-    monkeypatch.setattr("tastemaker.api.in_notebook", lambda: True)
+    for module in ("tastemaker.console", "tastemaker.training.trainer"):
+        monkeypatch.setattr(f"{module}.in_notebook", lambda: True)
     quick = ["steps=2", "sample.every=1", "guard.every=0", "batch.prompts=4", f"output_dir={tmp_path}"]
     tm.train(tm.load("grpo-toy-flow", [*quick, "name=a"]))
     bar, samples = output.places

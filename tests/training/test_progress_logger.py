@@ -135,6 +135,16 @@ def test_summary_without_rewards_has_the_loss() -> None:
     assert "stopped (loss 1 -> 0.5, took 0:" in display(list(events), terminal=False)
 
 
+def test_rewards_of_srpo_are_shown() -> None:
+    metrics = {"relative_reward/denoise": -0.25, "relative_reward/inversion": 0.75, "loss/policy": 0.5}
+    events: list[Event] = [TrainingStarted(0, 2, Path("r"), 1), GuardChecked(0, {"reward/mean": 0.61}, None)]
+    events += [StepCompleted(1, metrics, 1.0, 1), GuardChecked(2, {"reward/mean": 0.72}, None)]
+    events += [StepCompleted(2, metrics, 1.0, 1), TrainingFinished(2, "done")]
+    _, first, last, summary = display(events, terminal=False).splitlines()
+    assert first.startswith("step 1/2  reward 0.61  relative reward 0.25  loss 0.5")
+    assert last.startswith("step 2/2  reward 0.72  ") and "done (reward 0.61 -> 0.72, " in summary
+
+
 def test_summary_without_any_step() -> None:
     text = display(
         [TrainingStarted(0, 5, Path("[bold]odd[/bold]"), 1), TrainingFinished(0, "interrupted")], terminal=False

@@ -140,7 +140,10 @@ def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
     if job.kind != "before":
         before = results.read_result(bench.out, job.baseline)
         if before is None:
-            raise ConfigError(f"{job.key} cannot be compared: {job.baseline} is not measured [TM644]")
+            raise ConfigError(
+                f"{job.key} cannot be compared, because its baseline {job.baseline} was not measured; run the bench "
+                f"for {job.baseline} first [TM644]"
+            )
     start, cell = time.perf_counter(), bench.plan.cells[job.cell]
     trains = job.kind != "before" and (cell.search is None or cell.search.trained)
     name = job.key if job.kind == "before" else f"{job.key}-{bench.fingerprint(job)[:6]}"

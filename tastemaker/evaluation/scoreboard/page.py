@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
+from ...console import Table
 from ...core.registry import ConfigError
 from .plan import ScoreboardPlan
 from .results import BeforeAfter, ConfidenceInterval, Result, ScoreboardRow, build_rows, load_results, mean_before_after
@@ -32,13 +32,14 @@ def write_scoreboard(plan: ScoreboardPlan, source: Path, page: Path | None, cons
     results = load_results(source)
     rows = build_rows(results, plan)
     if not rows:
-        raise ConfigError(f"{source} holds no result of a cell of {plan.name} yet; run the bench first [TM645]")
+        raise ConfigError(f"{source} does not contain results of {plan.name} yet; run `tastemaker bench` first [TM645]")
     default_page = (source if source.is_dir() else source.parent) / SCOREBOARD_FILE
     pages = {default_page: f"# {plan.name}\n\n{BEGIN_MARK}\n{END_MARK}\n"}
     if page is not None:
         if not page.is_file():
             raise ConfigError(
-                f"--page: there is no page {page}; expected one with the lines '{BEGIN_MARK}' and '{END_MARK}' [TM646]"
+                f"--page: the file {page} does not exist; create it with the lines '{BEGIN_MARK}' and "
+                f"'{END_MARK}' [TM646]"
             )
         pages[page] = page.read_text(encoding="utf-8")
     for path, text in pages.items():
@@ -98,7 +99,8 @@ def replace_section(text: str, body: str, page: str) -> str:
     """Replace what is between the marks of a page."""
     if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1 or text.index(BEGIN_MARK) > text.index(END_MARK):
         raise ConfigError(
-            f"{page} has no place for the results; expected the lines '{BEGIN_MARK}' and '{END_MARK}' in it [TM647]"
+            f"--page: {page} must contain the lines '{BEGIN_MARK}' and '{END_MARK}' once each, in this order; add "
+            "them where the results belong [TM647]"
         )
     before, _, rest = text.partition(BEGIN_MARK)
     return f"{before}{BEGIN_MARK}\n\n{body}\n\n{END_MARK}{rest.partition(END_MARK)[2]}"
@@ -182,9 +184,11 @@ def _search_table(rows: Sequence[ScoreboardRow]) -> str:
 def _format_notes(rows: Sequence[ScoreboardRow]) -> list[str]:
     """List missed targets and the guard's warnings."""
     missed = [f"- {row.key}: {', '.join(row.missed_targets)}" for row in rows if row.missed_targets]
-    warnings = [f"- {row.key}, step {row.warning_step}: {row.warning}" for row in rows if row.warning_step is not None]
+    warnings = [[row.key, str(row.warning_step), row.warning] for row in rows if row.warning_step is not None]
     parts = ["Missed targets:\n\n" + "\n".join(missed)] if missed else []
-    return parts + (["Warnings of the guard:\n\n" + "\n".join(warnings)] if warnings else [])
+    if warnings:
+        parts.append("Warnings of the guard:\n\n" + format_table(["cell", "step", "warning"], warnings))
+    return parts
 
 
 def format_motion_table(results: Sequence[Result]) -> str | None:

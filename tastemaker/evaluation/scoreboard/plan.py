@@ -129,7 +129,8 @@ def load_plan(name: str) -> ScoreboardPlan:
     known = sorted(path.stem for path in PLAN_FOLDER.glob("*.yaml"))
     if not name.endswith((".yaml", ".yml")) and name not in known:
         raise ConfigError(
-            f"there is no bench '{name:.60}'{suggest_name(name, known)}; a file's path ends in .yaml [TM649]"
+            f"unknown bench '{name:.60}'{suggest_name(name, known)}; or give the path of a file that ends in "
+            ".yaml [TM649]"
         )
     path = PLAN_FOLDER / f"{name}.yaml" if name in known else find_recipe(name, Path())
     plan: ScoreboardPlan = build_component(ScoreboardPlan, {"name": path.stem, **read_yaml_mapping(path)})
@@ -138,10 +139,12 @@ def load_plan(name: str) -> ScoreboardPlan:
         rows |= {f"{key}-{n}" for n in cell.search.candidates} if cell.search else {key}
     for key, cell in plan.cells.items():
         if cell.family not in plan.families:
-            raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families [TM650]")
+            raise ConfigError(f"cells.{key}.family: unknown family '{cell.family:.60}'; add it to families [TM650]")
         if cell.target and cell.target.baseline and cell.target.baseline not in rows:
             baseline = cell.target.baseline
-            raise ConfigError(f"cells.{key}.target.baseline: there is no cell '{baseline:.60}'; name another [TM651]")
+            raise ConfigError(
+                f"cells.{key}.target.baseline: unknown cell '{baseline:.60}'; give the name of another cell [TM651]"
+            )
     return plan
 
 
@@ -149,7 +152,7 @@ def select_cells(plan: ScoreboardPlan, names: Sequence[str]) -> tuple[str, ...]:
     """Return the named cells in the order of the plan, or all of them if no names are given."""
     for name in names:
         if name not in plan.cells:
-            raise ConfigError(f"--cells: there is no cell '{name:.60}'{suggest_name(name, list(plan.cells))} [TM652]")
+            raise ConfigError(f"--cells: unknown cell '{name:.60}'{suggest_name(name, list(plan.cells))} [TM652]")
     return tuple(name for name in plan.cells if not names or name in names)
 
 

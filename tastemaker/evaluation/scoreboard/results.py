@@ -125,10 +125,10 @@ def _read_json(path: Path) -> Result:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as results ({error}); remove it and run the bench again [TM653]"
+            f"{path} cannot be read as results ({error}); remove the file and run the bench again [TM653]"
         ) from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no results; expected a file written by `tastemaker bench` [TM654]")
+        raise ConfigError(f"{path} does not contain results; give a file that `tastemaker bench` wrote [TM654]")
     return data
 
 
@@ -273,18 +273,23 @@ def bootstrap_interval_over_seeds(by_tag: Sequence[Tensor], draws: int = BOOTSTR
 def find_missed_targets(
     row: ScoreboardRow, target: CellTarget | None, rows: Mapping[str, ScoreboardRow]
 ) -> tuple[str, ...] | None:
-    """Return which parts of a target a row misses, in words, or None without a target."""
+    """Return which parts of a target a row misses, in words, or None without a target.
+
+    Whatever the target, a score must rise beyond its interval and by more than in the control, unless the cell shows
+    reward hacking, where the guard must warn.
+    """
     if target is None:
         return None
+    must_rise, falls = not target.guard_warns, target.no_regression and row.change.high < 0
     frechet, reward, control = row.set_metrics.get("frechet"), row.training_reward, row.control_change
     checks = [
         (row.after.mean < (target.min_score or 0), f"{row.score} is below the target of {target.min_score or 0:g}"),
         (row.change.mean < (target.min_gain or -1), f"the gain is below the target of {target.min_gain or 0:g}"),
         (target.frechet_falls and not (frechet and frechet[1] < frechet[0]), "the Frechet distance does not fall"),
         (target.reward_rises and not (reward and reward[1] > reward[0]), "the reward does not rise"),
-        (target.no_regression and row.change.high < 0, f"{row.score} falls"),
-        (target.improves and not row.change.low > 0, f"{row.score} does not rise beyond its interval"),
-        (target.improves and bool(control and control.mean >= row.change.mean), "its control rises as much"),
+        (falls, f"{row.score} falls"),
+        (must_rise and not falls and not row.change.low > 0, f"{row.score} does not rise beyond its interval"),
+        (must_rise and not falls and bool(control and control.mean >= row.change.mean), "its control rises as much"),
         (target.guard_warns and row.warning_step is None, "the guard does not warn"),
         *_compare_with_baseline(row, target, rows.get(target.baseline)),
     ]

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from ...console import format_remaining
 from ...core import output_paths
 from ...core.errors import TrainingError
 from ...core.registry import ConfigError
@@ -51,9 +52,13 @@ def parse_seeds(text: str, option: str) -> tuple[int, ...]:
     try:
         seeds = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError as error:
-        raise ConfigError(f"{option}: found '{text:.60}'; expected whole numbers, as in 0,1,2 [TM655]") from error
+        raise ConfigError(
+            f"{option}: expected integers, got '{text:.60}'; give for example {option} 0,1,2 [TM655]"
+        ) from error
     if any(seed < 0 for seed in seeds):
-        raise ConfigError(f"{option}: found '{text:.60}'; expected numbers from 0 [TM656]")
+        raise ConfigError(
+            f"{option}: expected integers of at least 0, got '{text:.60}'; give for example {option} 0,1,2 [TM656]"
+        )
     return seeds
 
 
@@ -76,7 +81,7 @@ def run_bench(options: BenchOptions, page: Path | None, console: Console) -> Non
     if any(result["kind"] == "after" for result in results.load_results(options.bench.out)):
         write_scoreboard(options.bench.plan, options.bench.out, page, console)
     if not finished:
-        raise TrainingError("the bench is not complete; run the same command again to resume [TM657]")
+        raise TrainingError("bench: not all measurements are complete; run the same command again to resume [TM657]")
 
 
 def run_jobs(options: BenchOptions, console: Console) -> bool:
@@ -118,7 +123,8 @@ def claim_directory(options: BenchOptions) -> None:
         existing = json.loads(file.read_text(encoding="utf-8"))
         if existing != settings:
             raise ConfigError(
-                f"{bench.out} holds a bench of {existing}, not of {settings}; choose another --out [TM658]"
+                f"--out: {bench.out} already contains a bench of {existing}, not of {settings}; choose another "
+                "--out [TM658]"
             )
         return
     bench.out.mkdir(parents=True, exist_ok=True)
@@ -143,6 +149,7 @@ class JobQueue:
         self.pending, self.failed = list(pending), dict[str, str]()
         self.lock = threading.Condition()
         self.interrupted = False
+        self.seconds: list[float] = []  # of each finished job
         self._done, self._running, self._deadline = set(done), set[str](), deadline
 
     def __len__(self) -> int:
@@ -215,7 +222,9 @@ def report_job(
         score, scores = next(iter(result["after"]["scores"].items()))
         change = result.get("difference", {}).get(score)
         text = f"{score} {scores['overall']['mean']:.3f}" + (f" ({change['mean']:+.3f})" if change else "")
-    _print(console, f"{job.key}: {text}, {seconds:.0f} s, {len(queue)} left")
+    queue.seconds.append(seconds)
+    left = f", {format_remaining(queue.seconds, len(queue) / options.jobs)}" if len(queue) else ""
+    _print(console, f"{job.key}: {text}, {seconds:.0f} s, {len(queue)} left{left}")
 
 
 def summarize_queue(queue: JobQueue, console: Console) -> bool:

@@ -92,9 +92,8 @@ def read_dit_checkpoint(name: str, convention: str, patch_size: int) -> Tensors:
         return tensors
     if convention not in COMPATIBLE_CONVENTIONS[layout]:
         raise ConfigError(
-            f"model.weights: '{name:.200}' is in {layout}'s layout, whose network embeds time and position by "
-            f"model.convention={layout}, found {convention}; set model.convention={layout}"
-            " [TM438]"
+            f"model.convention: '{name:.200}' is in {layout}'s layout, which needs model.convention={layout}, got "
+            f"{convention}; set model.convention={layout} [TM438]"
         )
     return to_native_keys(tensors, layout, patch_size, name)
 
@@ -122,7 +121,9 @@ def to_native_keys(tensors: Mapping[str, Tensor], layout: str, patch_size: int, 
             return rename_and_concat(weights, FACEBOOK_KEY_RULES)
         renamed = rename_and_concat(weights, EXPLAININGAI_KEY_RULES)
     except ValueError as error:
-        raise ConfigError(f"model.weights: '{name:.200}' is of another network: {error} [TM439]") from error
+        raise ConfigError(
+            f"model.weights: '{name:.200}' belongs to another network: {error}; use other weights [TM439]"
+        ) from error
     # Patches are flattened as rows, columns, channels there; our convolution has channels first.
     flat = renamed["enter.weight"]
     patches = flat.view(len(flat), patch_size, patch_size, -1)
@@ -139,9 +140,9 @@ def merge_block_embedders(tensors: Mapping[str, Tensor], name: str) -> Tensors:
         first = tensors[BLOCK_EMBEDDER.sub("transformer_blocks.0.norm1.emb.", key)]
         if x.device.type != "meta" and not torch.equal(x, first):
             raise ConfigError(
-                f"model.weights: '{name:.200}' was trained in diffusers, where every block has its own embedding of "
-                f"time and class ('{key}' differs from the first); this network has one for all blocks, so name others"
-                " [TM440]"
+                f"model.weights: '{name:.200}' was trained in diffusers with separate time and class embeddings "
+                f"per block ('{key}' differs from the first block); this network shares one embedding for all "
+                "blocks, so use other weights [TM440]"
             )
         merged[BLOCK_EMBEDDER.sub("embedder.", key)] = first
     return merged
@@ -151,20 +152,19 @@ def check_convertible(config: LatentDiTConfig) -> None:
     """Refuse a network that diffusers' DiT would compute differently."""
     reason = None
     if config.max_text_tokens:
-        reason = "is conditioned on words, diffusers' DiT on classes alone"
+        reason = "is conditioned on words, but diffusers' DiT on classes only"
     elif config.convention.rows_first or config.convention.sine_first:
-        reason = "embeds time and position as explainingai's trainer does, diffusers' DiT differently"
+        reason = "embeds time and position as explainingai's trainer does, but diffusers' DiT does it differently"
     elif config.timestep_embed_dim != DIFFUSERS_EMBEDDING_SIZE:
-        reason = f"embeds time by {config.timestep_embed_dim} numbers, diffusers' DiT by {DIFFUSERS_EMBEDDING_SIZE}"
+        reason = f"embeds time by {config.timestep_embed_dim} numbers, but diffusers' DiT by {DIFFUSERS_EMBEDDING_SIZE}"
     elif config.intermediate_size != 4 * config.width:
-        reason = f"has MLPs of {config.intermediate_size}, diffusers' DiT four times the width, {4 * config.width}"
+        reason = f"has an MLP width of {config.intermediate_size}, but diffusers' DiT has {4 * config.width}"
     elif config.attention_width != config.width:
-        reason = f"has attention of width {config.attention_width}, diffusers' DiT the network's, {config.width}"
+        reason = f"has attention of width {config.attention_width}, but diffusers' DiT has {config.width}"
     if reason is not None:
         raise ConfigError(
-            f"--layout: the network {reason}, so that no diffusers folder can hold it; leave --layout out for a "
-            "file that `weights:` loads here"
-            " [TM441]"
+            f"--layout: the network {reason}, so it cannot be saved as a diffusers folder; remove --layout to "
+            "write a file that `model.weights` can load [TM441]"
         )
 
 

@@ -106,9 +106,9 @@ class LatentDitBackbone(Backbone):
         if pixels.shape[1:] != self.pixels:
             data_height, data_width = pixels.shape[-2:]
             raise ConfigError(
-                f"data: images are {data_width}x{data_height}, the model makes {self.pixels[3]}x{self.pixels[2]}; "
-                f"set data.image_size={self.pixels[3]}, or model.image_size"
-                " [TM442]"
+                f"data.image_size: the images are {data_width}x{data_height} pixels, but the model generates "
+                f"{self.pixels[3]}x{self.pixels[2]}; set data.image_size={self.pixels[3]}, or change "
+                "model.image_size [TM442]"
             )
         return self.autoencoder.encode(pixels.flatten(0, 1)).float().view(-1, *self.shape) * self.spec.scaling_factor
 
@@ -120,14 +120,15 @@ class LatentDitBackbone(Backbone):
     def from_latents(self, latents: LatentBatch) -> Tensor:
         if latents.autoencoder != self.fingerprint:
             raise ConfigError(
-                f"data: the latents were made by the autoencoder {latents.autoencoder:.40}, the model's is "
-                f"{self.fingerprint}; encode the images again with `tastemaker encode`, or set model.autoencoder"
-                " [TM443]"
+                f"data: the latents were made with the autoencoder {latents.autoencoder:.40}, but the model uses "
+                f"{self.fingerprint}; encode the images again with `tastemaker encode`, or set model.autoencoder "
+                "[TM443]"
             )
         if latents.x.shape[1:] != self.shape[1:]:
             stored, expected = (list(shape[1:]) for shape in (latents.x.shape, self.shape))
             raise ConfigError(
-                f"data: latents are {stored}, the model has {expected}; set model.image_size as they were made [TM444]"
+                f"data: the latents are {stored}, but the model has {expected}; set model.image_size to the size "
+                "at which the images were encoded [TM444]"
             )
         self._check_scale(latents.std)
         return to_device(latents.x, self.device).float().view(-1, *self.shape) * self.spec.scaling_factor
@@ -137,11 +138,16 @@ class LatentDitBackbone(Backbone):
         factor = self.spec.scaling_factor
         if 1 / MAX_SCALE_ERROR < std * factor < MAX_SCALE_ERROR:
             return
-        message = f"model.scaling_factor: the latents' deviation is {std:.4g}, times {factor:g} it is far from 1"
+        deviation = f"{std:.4g}, and {std * factor:.4g} after scaling by {factor:g}"
+        message = f"model.scaling_factor: the standard deviation of the latents is {deviation}"
         if self.spec.weights in (None, TINY):
-            raise ConfigError(f"{message}, which the path expects; set model.scaling_factor={1 / std:.4g} [TM445]")
+            raise ConfigError(
+                f"{message}, but the path expects about 1; set model.scaling_factor={1 / std:.4g} [TM445]"
+            )
         warnings.warn(
-            f"{message}; right only if '{self.spec.weights!s:.200}' were trained on such [TM446]", stacklevel=3
+            f"{message}; this is right only if '{self.spec.weights!s:.200}' was trained with such latents, "
+            "otherwise correct model.scaling_factor [TM446]",
+            stacklevel=3,
         )
 
 
@@ -195,12 +201,13 @@ class LatentDitSpec(ModelSpec):
         unit, config = self.downsample_factor * self.patch_size, self.network_config()
         if self.image_size % unit:
             raise ValueError(
-                f"'image_size' is {self.image_size}; expected a multiple of downsample_factor times patch_size, {unit}"
-                " [TM447]"
+                f"'image_size': expected a multiple of downsample_factor * patch_size = {unit}, got "
+                f"{self.image_size}; change 'image_size' [TM447]"
             )
         if config.attention_width % config.heads or config.width % 4:
             raise ValueError(
-                f"'width' is {config.width}; expected a multiple of 4 and of 'heads', which is {config.heads} [TM448]"
+                f"'width': expected a multiple of 4 and of 'heads' ({config.heads}), got {config.width}; change "
+                "'width' or 'heads' [TM448]"
             )
         if self.conditioning == "class":
             self.class_labels()
@@ -256,9 +263,8 @@ class LatentDitSpec(ModelSpec):
     def load_prompt_encoder(self, placement: Placement) -> CachedCaptionEncoder:
         if self.conditioning != "caption":
             raise ConfigError(
-                f"model.conditioning is {self.conditioning}, so there is no caption to embed; "
-                "set model.conditioning=caption"
-                " [TM449]"
+                f"model.conditioning: expected caption, because captions are embedded, got {self.conditioning}; "
+                "set model.conditioning=caption [TM449]"
             )
         return build_caption_encoder(self.text_encoder, self.max_text_tokens, None, placement, self.embeddings)
 

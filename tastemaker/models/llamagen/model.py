@@ -129,15 +129,13 @@ def check_weights_size(tensors: loading.Tensors, spec: LlamagenSpec) -> loading.
     if (width, depth) != (config.width, config.depth):
         advice = f"set model.variant={variant}" if variant else "set model.width, model.depth and model.heads"
         raise ConfigError(
-            f"model.weights: '{spec.weights!s:.200}' have width {width} and depth {depth}, the model has "
-            f"{config.width} and {config.depth}; {advice}"
-            " [TM450]"
+            f"model.weights: '{spec.weights!s:.200}' has width {width} and depth {depth}, but the model has "
+            f"{config.width} and {config.depth}; {advice} [TM450]"
         )
     if conditioning != spec.conditioning:
         raise ConfigError(
-            f"model.weights: '{spec.weights!s:.200}' are conditioned on a {conditioning}, the model on a "
-            f"{spec.conditioning}; set model.conditioning={conditioning}"
-            " [TM451]"
+            f"model.weights: '{spec.weights!s:.200}' is conditioned on a {conditioning}, but the model on a "
+            f"{spec.conditioning}; set model.conditioning={conditioning} [TM451]"
         )
     return tensors
 
@@ -204,9 +202,8 @@ class LlamagenSpec(TokenGridSpec):
         released = RELEASED_VARIANTS[conditioning]
         if f"{variant} {size}" not in released:
             raise ConfigError(
-                f"model: no weights were released for variant {variant} at {size} pixels with conditioning "
-                f"{conditioning}, only {', '.join(released)}; choose one of these, or set model.weights"
-                " [TM452]"
+                f"model: weights for variant {variant} at {size} pixels with conditioning {conditioning} were not "
+                f"released, only {', '.join(released)}; choose one of these, or set model.weights [TM452]"
             )
         if conditioning == "class":
             return WeightsSource(LLAMAGEN, f"c2i_{variant}_{size}.pt", DOWNLOAD_SIZES[variant], "MIT")
@@ -222,7 +219,8 @@ class LlamagenSpec(TokenGridSpec):
     def load_prompt_encoder(self, placement: Placement, null_embedding: Tensor | None = None) -> CachedCaptionEncoder:
         if self.conditioning == "class":
             raise ConfigError(
-                "model: with conditioning=class there are no captions; set model.conditioning=caption [TM453]"
+                "model.conditioning: a model with conditioning=class does not use captions; set "
+                "model.conditioning=caption [TM453]"
             )
         return build_caption_encoder(
             self.text_encoder, self.max_text_tokens, null_embedding, placement, self.embeddings

@@ -33,7 +33,8 @@ def read_step(folder: Path) -> int:
     step = file.read_text(encoding="utf-8").strip() if file.is_file() else folder.name.rpartition("-")[2]
     if not step.isdecimal():
         raise ConfigError(
-            f"{folder}: '{step:.60}' is no step; write the number of completed steps into {STEP_FILE} [TM454]"
+            f"{folder}: expected the number of completed steps in {STEP_FILE}, got '{step:.60}'; correct this "
+            "file [TM454]"
         )
     return int(step)
 
@@ -48,13 +49,17 @@ def read_optimizer_state(folder: Path, shapes: ParameterShapes) -> dict[str, Ten
     ranks = [_read_rank_state(path) for path in list_rank_files(folder, OPTIMIZER_PATTERN)]
     if not ranks:
         raise ConfigError(
-            f"{folder} holds no {OPTIMIZER_PATTERN}; start from its weights only, with model.weights [TM455]"
+            f"{folder} holds no optimizer state ({OPTIMIZER_PATTERN}); start from the weights only, with "
+            "model.weights [TM455]"
         )
     state: dict[str, Tensor] = {}
     for number, name in enumerate(optimizer_parameter_order(list(shapes))):
         shards = [rank[number] for rank in ranks if number in rank]
         if not shards:
-            raise ConfigError(f"{folder}: the optimizer has no state of '{name}'; it belongs to another model [TM456]")
+            raise ConfigError(
+                f"{folder}: the optimizer state does not contain '{name}', so it belongs to another model; use the "
+                "model of this checkpoint [TM456]"
+            )
         state[f"{name}.step"] = torch.as_tensor(shards[0]["step"], dtype=torch.float32)
         for moment in ("exp_avg", "exp_avg_sq"):
             pieces = [shard[moment] for shard in shards]
@@ -66,7 +71,7 @@ def _read_rank_state(path: Path) -> Mapping[int, Mapping[str, Any]]:
     data = load_trainer_pickle(path)
     state = data.get("state") if isinstance(data, Mapping) else None
     if not isinstance(state, Mapping):
-        raise ConfigError(f"{path} is no optimizer state; expected the state dict of a torch optimizer [TM457]")
+        raise ConfigError(f"{path} is not an optimizer state; give the state dict of a torch optimizer [TM457]")
     return state
 
 
@@ -75,7 +80,8 @@ def _join_shards(pieces: Sequence[Tensor], shape: tuple[int, ...], name: str) ->
     flat = torch.cat([piece.reshape(-1) for piece in pieces])[:count]  # hybrid sharding repeats all shards
     if len(flat) != count:
         raise ConfigError(
-            f"{name} has {len(flat)} moments for {count} weights; set the sizes it was trained with [TM458]"
+            f"{name} has {len(flat)} optimizer moments for {count} weights; set the model sizes to those of the "
+            "checkpoint [TM458]"
         )
     return flat.view(shape).clone()
 

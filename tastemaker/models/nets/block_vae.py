@@ -36,23 +36,27 @@ class BlockVaeConfig:
         blocks = len(self.down_channels) - 1
         for name, flags in (("down_sample", self.down_sample), ("attn_down", self.attn_down)):
             if len(flags) != blocks:
-                expected = f"expected {blocks}, one fewer than 'down_channels'"
+                expected = f"expected {blocks}, one less than 'down_channels' has"
                 raise ValueError(f"'{name}' has {len(flags)} entries; {expected} [TM474]")
         if not self.mid_channels or {self.mid_channels[0], self.mid_channels[-1]} != {self.down_channels[-1]}:
             last = self.down_channels[-1]
-            raise ValueError(f"'mid_channels' is {list(self.mid_channels)}; expected {last} at both ends [TM475]")
+            raise ValueError(
+                f"'mid_channels': expected {last} as the first and the last entry, got {list(self.mid_channels)}; "
+                "correct 'mid_channels' [TM475]"
+            )
         odd = [width for width in (*self.down_channels, *self.mid_channels) if width % self.norm_channels]
         if odd:
             raise ValueError(
-                f"'norm_channels' is {self.norm_channels}; expected a divisor of every width, also of {odd[0]} [TM476]"
+                f"'norm_channels': expected a divisor of all widths, but {self.norm_channels} does not divide "
+                f"{odd[0]}; change 'norm_channels' [TM476]"
             )
         pairs = zip(pairwise(self.down_channels), self.attn_down, strict=True)
         attended = [width for pair, on in pairs if on for width in pair]  # in the encoder and in the decoder
         odd = [width for width in (*self.mid_channels[1:], *attended) if width % self.num_heads]
         if odd:
             raise ValueError(
-                f"'num_heads' is {self.num_heads}; expected a divisor of every width with attention, also of {odd[0]}"
-                " [TM477]"
+                f"'num_heads': expected a divisor of all widths with attention, but {self.num_heads} does not "
+                f"divide {odd[0]}; change 'num_heads' [TM477]"
             )
 
     @property

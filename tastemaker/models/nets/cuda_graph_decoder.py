@@ -90,7 +90,9 @@ class TorchKernels:
         torch.mul(F.silu(first), second, out=out)
 
     def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        raise NotImplementedError("a product and `gate` do the same [TM478]")
+        raise NotImplementedError(
+            "gated_linear is not implemented for this kernel; use a matrix product and `gate` [TM478]"
+        )
 
     def attend(
         self,
@@ -120,7 +122,7 @@ class TorchKernels:
         out.copy_(mixed.transpose(1, 2).reshape(rows, -1))
 
     def sample(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("the sampler itself does the same [TM479]")
+        raise NotImplementedError("sample is not implemented for this kernel; use the sampler itself [TM479]")
 
 
 def fastest_kernels() -> DecodeKernels:

@@ -35,7 +35,8 @@ class GPTConfig:
         if self.width % self.heads or self.width // self.heads % 4 or self.heads % (self.kv_heads or 1):
             sizes = f"width {self.width}, heads {self.heads}, kv_heads {self.kv_heads}"
             raise ValueError(
-                f"found {sizes}; heads must divide width into multiples of 4, kv_heads divide heads [TM480]"
+                f"found {sizes}; choose heads so that width / heads is a multiple of 4, and kv_heads so that it "
+                "divides heads [TM480]"
             )
 
     @property

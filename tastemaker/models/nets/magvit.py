@@ -24,7 +24,8 @@ class MagvitStages:
         if len(self.channel_multipliers) != len(self.num_res_blocks):
             levels, blocks = len(self.channel_multipliers), len(self.num_res_blocks)
             raise ValueError(
-                f"found {levels} multipliers and {blocks} block counts; expected one of each per level [TM481]"
+                f"expected one multiplier and one block count per level, got {levels} multipliers and {blocks} "
+                "block counts; make 'channel_multipliers' and 'num_res_blocks' equally long [TM481]"
             )
 
 

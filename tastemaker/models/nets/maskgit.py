@@ -26,7 +26,8 @@ class MaskGITConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(
-                f"found width {self.width} and heads {self.heads}; expected heads that divide the width [TM482]"
+                f"expected heads that divide the width, got width {self.width} and heads {self.heads}; change "
+                "'width' or 'heads' [TM482]"
             )
 
 

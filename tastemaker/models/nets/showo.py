@@ -88,7 +88,7 @@ class ShowoConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads or self.width // self.heads % 4:
             sizes = f"width {self.width}, heads {self.heads}"
-            raise ValueError(f"found {sizes}; heads must divide the width into multiples of 4 [TM483]")
+            raise ValueError(f"found {sizes}; choose heads so that width / heads is a multiple of 4 [TM483]")
 
 
 def omni_attention_mask(padding: Tensor, text_length: int, total: int) -> Tensor:

@@ -52,9 +52,8 @@ def check_divisible(pixels: Tensor, stride: int) -> Tensor:
     height, width = pixels.shape[-2:]
     if height % stride or width % stride:
         raise ConfigError(
-            f"the autoencoder got images of {height}x{width} pixels, and one latent covers {stride}x{stride}; "
-            f"set data.image_size to a multiple of {stride}"
-            " [TM484]"
+            f"the images are {height}x{width} pixels, but one latent of the autoencoder covers {stride}x{stride}; "
+            f"set data.image_size to a multiple of {stride} [TM484]"
         )
     return pixels
 
@@ -193,7 +192,8 @@ class PixelShuffleAutoencoder(AutoencoderNet):
         if self.padding < 0:
             required = 3 * self.CELLS**2
             raise ValueError(
-                f"'latent_channels' is {channels}; expected at least {required} without an autoencoder [TM485]"
+                f"'latent_channels': expected at least {required} without an autoencoder, got {channels}; raise "
+                "'latent_channels', or set an autoencoder [TM485]"
             )
 
     def encode(self, pixels: Tensor) -> Tensor:

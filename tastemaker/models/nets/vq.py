@@ -34,12 +34,14 @@ class VQConfig:
     def __post_init__(self) -> None:
         if self.quantizer == "lfq" and (self.codebook_size < 2 or self.codebook_size & (self.codebook_size - 1)):
             raise ValueError(
-                f"'codebook_size' is {self.codebook_size}; expected a power of two, which lfq needs [TM486]"
+                f"'codebook_size': expected a power of two for the quantizer lfq, got {self.codebook_size}; "
+                "change 'codebook_size' [TM486]"
             )
         if self.channels % self.norm_num_groups:
             groups = self.norm_num_groups
             raise ValueError(
-                f"'channels' is {self.channels}; expected a multiple of 'norm_num_groups', {groups} [TM487]"
+                f"'channels': expected a multiple of 'norm_num_groups' ({groups}), got {self.channels}; change "
+                "'channels' [TM487]"
             )
 
     @property

@@ -39,9 +39,8 @@ def parse_mask_strategy(strategy: str) -> list[MaskStrategyRule]:
             numbers = []
         if len(numbers) != len(DEFAULT_RULE) or numbers[0] != 0 or numbers[1] < 0 or not 0 <= numbers[5] <= 1:
             raise ValueError(
-                f"metadata: 'mask_strategy' has the rule '{text:.60}'; expected up to six numbers: loop (0), "
-                "reference, source start, target start, length and edit ratio, such as 0,0,0,0,1,0"
-                " [TM488]"
+                f"metadata: 'mask_strategy' has the rule '{text:.60}'; write up to six numbers (loop = 0, "
+                "reference, source start, target start, length, edit ratio), such as 0,0,0,0,1,0 [TM488]"
             )
         reference, source_start, target_start, length = (int(number) for number in numbers[1:5])
         rules.append(MaskStrategyRule(reference, source_start, target_start, length, numbers[5]))
@@ -74,7 +73,8 @@ def _read_references(image: object) -> list[Tensor]:
     if isinstance(image, (str, Path)):
         return [read_image(Path(path.strip())) for path in str(image).split(";")]
     raise ValueError(
-        f"metadata: 'image' is {type(image).__name__}; expected a path, several of them, or pixels [TM489]"
+        f"metadata: expected a path, a list of paths or pixels as 'image', got {type(image).__name__}; correct "
+        "'image' [TM489]"
     )
 
 
@@ -85,8 +85,7 @@ def _apply_rules(
         if rule.reference >= len(references):
             raise ValueError(
                 f"metadata: 'mask_strategy' uses reference {rule.reference}, but 'image' has {len(references)}; "
-                "references are numbered from 0"
-                " [TM490]"
+                f"use references from 0 to {len(references) - 1}, or add images [TM490]"
             )
         source = references[rule.reference]
         start, target = (

@@ -72,16 +72,22 @@ def resolve_size(resolution: str, aspect_ratio: str) -> tuple[int, int]:
     if pixels:
         height, width = int(pixels[1]), int(pixels[2])
         if not (16 <= height <= 8192 and 16 <= width <= 8192):
-            raise ValueError(f"'resolution' is {resolution}; expected 16 to 8192 pixels per side [TM491]")
+            raise ValueError(
+                f"'resolution': expected 16 to 8192 pixels per side, got {resolution}; correct 'resolution' [TM491]"
+            )
         return height, width
     if resolution not in RESOLUTIONS:
         known = ", ".join(RESOLUTIONS)
         raise ValueError(
-            f"'resolution' is {resolution:.40}; expected {known}, or height and width such as 276x368 [TM492]"
+            f"'resolution': expected {known}, or height and width such as 276x368, got {resolution:.40}; correct "
+            "'resolution' [TM492]"
         )
     if aspect_ratio not in ASPECT_RATIOS:
         known = ", ".join(ASPECT_RATIOS)
-        raise ValueError(f"'aspect_ratio' is {aspect_ratio:.40}; expected height:width, one of {known} [TM493]")
+        raise ValueError(
+            f"'aspect_ratio': expected height:width as one of {known}, got {aspect_ratio:.40}; correct 'aspect_ratio' "
+            "[TM493]"
+        )
     return resolve_size(RESOLUTIONS[resolution].split()[ASPECT_RATIOS.index(aspect_ratio)], aspect_ratio)
 
 
@@ -92,7 +98,10 @@ def resolve_num_frames(duration: str | int) -> int:
         frames = int(duration)
     if not 1 <= frames <= 4096:
         known = ", ".join(DURATIONS)
-        raise ValueError(f"'duration' is {duration!s:.40}; expected one of {known}, or 1 to 4096 frames [TM494]")
+        raise ValueError(
+            f"'duration': expected one of {known}, or 1 to 4096 frames, got {duration!s:.40}; correct 'duration' "
+            "[TM494]"
+        )
     return frames
 
 

@@ -42,7 +42,7 @@ def _known_tokens_of(model: Backbone, metadata: Metadata, codebook_size: int) ->
     if "mask" not in metadata:
         return torch.full(model.shape, MASK_TOKEN_ID, device=_device(model))
     if "image" not in metadata:
-        raise ConfigError("metadata: found 'mask' but no 'image' to inpaint; give both, as paths or pixels [TM525]")
+        raise ConfigError("metadata: found 'mask' but no 'image'; give both, as paths or pixels [TM525]")
     image, mask = (_read_pixels(model, metadata[name]) for name in ("image", "mask"))
     side = int(model.shape[0] ** 0.5)
     masked = F.interpolate(mask[:, 0].mean(1, keepdim=True), (side, side), mode="bicubic") >= 0.5
@@ -52,14 +52,13 @@ def _known_tokens_of(model: Backbone, metadata: Metadata, codebook_size: int) ->
 def _check_tokens(model: Backbone, tokens: Tensor, codebook_size: int) -> Tensor:
     if tokens.shape != model.shape:
         raise ConfigError(
-            f"'tokens' have shape {list(tokens.shape)}; expected {list(model.shape)}, {MASK_TOKEN_ID} where masked"
-            " [TM526]"
+            f"'tokens': expected the shape {list(model.shape)} with {MASK_TOKEN_ID} where masked, got "
+            f"{list(tokens.shape)}; correct 'tokens' [TM526]"
         )
     if tokens.is_floating_point() or not bool(((tokens >= MASK_TOKEN_ID) & (tokens < codebook_size)).all()):
         raise ConfigError(
-            f"'tokens' are {tokens.min()} to {tokens.max()}; expected integers below {codebook_size}, "
-            f"{MASK_TOKEN_ID} where masked"
-            " [TM527]"
+            f"'tokens': expected integers below {codebook_size}, with {MASK_TOKEN_ID} where masked, got "
+            f"{tokens.min()} to {tokens.max()}; correct 'tokens' [TM527]"
         )
     return tokens
 
@@ -83,9 +82,8 @@ def outpaint(policy: Policy[Any], tokens: Tensor, prompt: str, edge: Edge, count
     side = int(policy.model.shape[0] ** 0.5)
     if not (0 < count < side and min(tokens.shape) >= side):
         raise ValueError(
-            f"found {list(tokens.shape)} tokens and {count} to add; expected at least {side} in each direction, and 1 "
-            f"to {side - 1} to add at a time"
-            " [TM528]"
+            f"outpaint: found {list(tokens.shape)} tokens and {count} to add; expected at least {side} tokens in "
+            f"each direction, and 1 to {side - 1} to add per call [TM528]"
         )
     canvas = F.pad(torch.rot90(tokens, QUARTER_TURNS[edge]), (0, count), value=MASK_TOKEN_ID)
     for number, top in enumerate(_window_starts(len(canvas), side)):

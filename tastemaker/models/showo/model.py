@@ -183,15 +183,16 @@ class ShowoSpec(TokenGridSpec):
         if self.eos_token_id >= self.text_vocab_size:
             vocab = self.text_vocab_size
             raise ValueError(
-                f"'eos_token_id' is {self.eos_token_id}; expected less than 'text_vocab_size', {vocab} [TM529]"
+                f"'eos_token_id': expected less than 'text_vocab_size' ({vocab}), got {self.eos_token_id}; "
+                "correct 'eos_token_id' [TM529]"
             )
         stride = self.autoencoder_config().stride
         power_of_two = self.codebook_size & (self.codebook_size - 1) == 0
         if self.autoencoder is not None and (not power_of_two or stride != self.downsample_factor):
             raise ValueError(
-                f"'codebook_size' is {self.codebook_size} and 'downsample_factor' {self.downsample_factor}; expected "
-                f"a power of two, and {stride}, because the autoencoder has {len(self.encoder_levels)} levels"
-                " [TM530]"
+                f"expected a power of two as 'codebook_size' and {stride} as 'downsample_factor', because the "
+                f"autoencoder has {len(self.encoder_levels)} levels, got {self.codebook_size} and "
+                f"{self.downsample_factor}; correct these settings [TM530]"
             )
 
     def network_config(self) -> ShowoConfig:

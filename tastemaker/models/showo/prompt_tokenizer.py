@@ -69,12 +69,11 @@ def _load_phi_tokenizer(name: str, vocabulary: ShowoVocabulary) -> Any:
         tokenizer = tokenizer_class(tokenizer_file=str(file))
     except Exception as error:  # the Rust library raises plain exceptions
         raise ConfigError(
-            f"model.tokenizer: {path} holds no tokenizer; name a folder with Phi's, or {PHI} [TM531]"
+            f"model.tokenizer: {path} holds no tokenizer; give a folder with Phi's tokenizer, or {PHI} [TM531]"
         ) from error
     if len(tokenizer) != vocabulary.text_vocab_size:
         raise ConfigError(
-            f"model.tokenizer: {path} has {len(tokenizer)} tokens, the model {vocabulary.text_vocab_size}; "
-            "name a folder with Phi's tokenizer"
-            " [TM532]"
+            f"model.tokenizer: {path} has {len(tokenizer)} tokens, but the model has "
+            f"{vocabulary.text_vocab_size}; give a folder with Phi's tokenizer [TM532]"
         )
     return tokenizer

@@ -60,15 +60,17 @@ def _load_clip(name: str) -> Any:
     try:
         config: Any = config_class.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.vision_encoder: {path} is no folder of CLIP; name one, or {CLIP} [TM533]") from error
+        raise ConfigError(
+            f"model.vision_encoder: {path} is not a folder with CLIP; give such a folder, or {CLIP} [TM533]"
+        ) from error
     tensors, net = load_state_dict(path), model_class(config)
     prefix = "vision_model."
     keys = {key: f"{prefix}{key.removeprefix(prefix)}" for key in net.state_dict()}
     missing = [key for key, stored in keys.items() if stored not in tensors]
     if missing:
         raise ConfigError(
-            f"model.vision_encoder: {path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; download it again"
-            " [TM534]"
+            f"model.vision_encoder: {path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; download it "
+            "again [TM534]"
         )
     net.load_state_dict({key: tensors[stored] for key, stored in keys.items()})
     return net

@@ -117,11 +117,11 @@ class EfficientDet(ObjectDetector):
             self.interpreter = litert.Interpreter(str(path), num_threads=1)
         except ImportError as error:
             raise ConfigError(
-                f"a .tflite detector needs the package {error.name}, which is missing; run `pip install ai-edge-litert`"
-                " [TM346]"
+                f"a .tflite detector needs the package {error.name}, which is not installed; run `pip install "
+                "ai-edge-litert` [TM346]"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not a readable .tflite file; fetch it again [TM347]") from error
+            raise ConfigError(f"{path} is not a readable .tflite file; download the file again [TM347]") from error
         self.interpreter.allocate_tensors()
         self.image_size = int(self.interpreter.get_input_details()[0]["shape"][1])
         try:
@@ -129,7 +129,7 @@ class EfficientDet(ObjectDetector):
                 self.labels = archive.read("labelmap.txt").decode().splitlines()
         except (zipfile.BadZipFile, KeyError) as error:
             raise ConfigError(
-                f"{path} carries no labelmap.txt; expected EfficientDet-Lite with its metadata [TM348]"
+                f"{path} does not contain labelmap.txt; use an EfficientDet-Lite file with metadata [TM348]"
             ) from error
         self.names = tuple(label for label in self.labels if label != "???")
 
@@ -158,7 +158,7 @@ def known_name(name: str, names: Sequence[str]) -> str:
     """COCO's name of an object; refuses names that the detector does not know."""
     known = COCO_NAMES.get(name, name)
     if known not in names:
-        raise ValueError(f"the detector knows no '{name:.60}'{suggest_name(known, names)} [TM349]")
+        raise ValueError(f"the detector does not have the class '{name:.60}'{suggest_name(known, names)} [TM349]")
     return known
 
 
@@ -215,8 +215,8 @@ def load_detector(weights: str, placement: Placement) -> ObjectDetector:
         config.disable_custom_kernels = True  # transformers would download them
         tokenizer = load_tokenizer(None, path, "bert", BERT_TOKENIZER, config.text_config.vocab_size)
         return GroundingDino(load_network(GroundingDinoForObjectDetection, config, path, placement), tokenizer)
-    expected = "expected the folder of a yolos or a grounding-dino"
-    raise ConfigError(f"'{weights:.200}' is of the type {model_type}; {expected} [TM350]")
+    expected = "give the folder of a yolos or grounding-dino model"
+    raise ConfigError(f"weights: '{weights:.200}' has the model type {model_type}; {expected} [TM350]")
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

@@ -144,9 +144,7 @@ class ImageTextModel:
         """The model's own preprocessing, with another resize mode or size if given."""
         if self.model_type == "siglip2":
             if resize_mode or size:
-                raise ConfigError(
-                    "SigLIP 2 NaFlex keeps aspect ratios; leave out `resize_mode` and `image_size` [TM351]"
-                )
+                raise ConfigError("SigLIP 2 NaFlex keeps aspect ratios; remove `resize_mode` and `image_size` [TM351]")
             config = self.net.config.vision_config
             return NaflexPreprocessing(config.patch_size, config.num_patches)
         default = _default_preprocessing(self.path, self.model_type, self.image_size)
@@ -188,7 +186,7 @@ def _read_model_config(path: Path) -> Any:
     model_type = _read_json(folder / "config.json").get("model_type")
     if model_type not in MODEL_CLASSES:
         content = f"a '{model_type}'" if model_type else "no config.json with a model type"
-        raise ConfigError(f"{folder} holds {content}; expected the folder of one of {', '.join(MODEL_CLASSES)} [TM352]")
+        raise ConfigError(f"{folder} contains {content}; give the folder of one of {', '.join(MODEL_CLASSES)} [TM352]")
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
@@ -207,9 +205,8 @@ def _default_preprocessing(path: Path, model_type: str, image_size: int) -> Prep
     resample = settings.get("resample", 3)
     if len(set(sizes)) > 1 or resample not in FILTERS:
         raise ConfigError(
-            f"the processor in {folder} has sizes {sizes} and filter {resample}; expected one size and a filter of "
-            f"{list(FILTERS)}"
-            " [TM353]"
+            f"{folder}: the processor has sizes {sizes} and filter {resample}; expected one size and a filter of "
+            f"{list(FILTERS)}, so use another model [TM353]"
         )
     return Preprocessing(sizes[0] if sizes else image_size, resize_mode, FILTERS[resample], mean, std)
 
@@ -222,7 +219,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); fetch it again [TM354]") from error
+        raise ConfigError(f"{path} is not readable JSON ({error}); download the file again [TM354]") from error
 
 
 TINY_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -25,10 +25,13 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} has no readable config.json; expected a folder in the Hub's layout [TM355]"
+            f"{path} does not have a readable config.json; give a folder in the layout of the hub [TM355]"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}/config.json holds a {type(config).__name__}; expected settings by name [TM356]")
+        raise ConfigError(
+            f"{path}/config.json contains a {type(config).__name__}; expected an object with settings, so download "
+            "the folder again [TM356]"
+        )
     return config
 
 
@@ -44,12 +47,12 @@ def load_network(
             )
         except RuntimeError as error:  # tensors of other shapes
             raise ConfigError(
-                f"the tensors of {path} do not fit its config.json; fetch the folder again [TM357]"
+                f"the tensors in {path} do not match its config.json; download the folder again [TM357]"
             ) from error
     missing = sorted(map(str, info["missing_keys"]))
     if missing:
         raise ConfigError(
-            f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; fetch the folder again [TM358]"
+            f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; download the folder again [TM358]"
         )
     return freeze_network(net, placement)
 

@@ -48,9 +48,8 @@ class PublishedFile:
         """The path of the downloaded file; refuses if it is missing."""
         if not self.path.is_file():
             raise ConfigError(
-                f"the weights '{self.name}' are not here; expected a local path, or {self.url} ({self.size}, "
-                f"{self.license}), which `tastemaker download geneval` fetches"
-                " [TM359]"
+                f"the weights '{self.name}' were not found; give a local path, or download {self.url} "
+                f"({self.size}, {self.license}) with `tastemaker download geneval` [TM359]"
             )
         return self.path
 
@@ -59,8 +58,10 @@ class PublishedFile:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if not digest.startswith(self.sha256_prefix):
-            expected = f"that of {self.name} begins with {self.sha256_prefix}"
-            raise ConfigError(f"{path} has the SHA-256 {digest[:12]}..., but {expected}; fetch it again [TM360]")
+            expected = f"the SHA-256 of {self.name} begins with {self.sha256_prefix}"
+            raise ConfigError(
+                f"{path} has the SHA-256 {digest[:12]}..., but {expected}; download the file again [TM360]"
+            )
         return path
 
 
@@ -218,7 +219,8 @@ def load_mask2former(weights: str, placement: Placement) -> Mask2FormerDetector:
     num_classes = net.model.config.num_labels
     if num_classes != len(CLASSES):
         raise ConfigError(
-            f"{path} knows {num_classes} classes; GenEval needs a detector of COCO's {len(CLASSES)} [TM361]"
+            f"{path} has {num_classes} classes; GenEval needs a detector with the {len(CLASSES)} classes of COCO, "
+            "so use other weights [TM361]"
         )
     return Mask2FormerDetector(net, f"{'mmdet' if mmdet else 'transformers'}: {path.name}")
 
@@ -236,8 +238,8 @@ def _load_from_hub(state: dict[str, Tensor], path: Path, placement: Placement) -
     folder = path if path.is_dir() else path.parent
     model_type = read_config(folder).get("model_type")
     if model_type != "mask2former" or f"{CLASS_HEAD}weight" not in state:
-        expected = "mmdet's Mask2Former file, or the folder of a mask2former"
-        raise ConfigError(f"{path} is of the type {model_type!s:.40}; expected {expected} [TM362]")
+        expected = "mmdet's Mask2Former file, or the folder of a mask2former model"
+        raise ConfigError(f"{path} has the model type {model_type!s:.40}; give {expected} [TM362]")
     return _load_network(Mask2FormerConfig.from_pretrained(folder, local_files_only=True), state, path, placement)
 
 

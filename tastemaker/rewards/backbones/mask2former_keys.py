@@ -90,7 +90,7 @@ def convert_keys(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         target = next((match.expand(to) for match, to in _matches(key)), None)
         if target is None:
             raise ConfigError(
-                f"{name} holds '{key:.100}', which is no part of mmdet's Mask2Former; name another file [TM363]"
+                f"{name} contains '{key:.100}', which is not part of mmdet's Mask2Former; give another file [TM363]"
             )
         if "{}" in target:
             converted |= {target.format(part): x for part, x in zip("qkv", tensor.chunk(3), strict=True)}

@@ -59,7 +59,10 @@ def _convert(old: str, tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]
     elif block and block[3] in BLOCK_KEYS:
         yield f"{_encoder(block[1])}.encoder.layers.{block[2]}.{BLOCK_KEYS[block[3]]}.{block[4]}", tensor
     else:
-        raise ConfigError(f"the weights '{name:.200}' hold '{old:.100}', which no CLIP of open_clip has [TM364]")
+        raise ConfigError(
+            f"the weights '{name:.200}' contain '{old:.100}', which is not part of a CLIP model of open_clip; use "
+            "other weights [TM364]"
+        )
 
 
 def _encoder(visual: str | None) -> str:
@@ -79,15 +82,14 @@ def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, 
         vision, text = _encoder_sizes(tensors, "vision_model"), _encoder_sizes(tensors, "text_model")
     except (KeyError, IndexError) as error:
         raise ConfigError(
-            f"the weights '{name:.200}' have no {error}; expected a whole CLIP of open_clip [TM365]"
+            f"the weights '{name:.200}' do not contain {error}; give a complete CLIP model of open_clip [TM365]"
         ) from error
     vision_heads, text_heads = num_heads or (HEADS.get(len(patches), len(patches) // 64), vocabulary.shape[1] // 64)
     for width, heads in ((len(patches), vision_heads), (vocabulary.shape[1], text_heads)):
         if heads < 1 or width % heads:
             raise ConfigError(
-                f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have; "
-                f"put {SETTINGS} beside them, as open_clip writes it"
-                " [TM366]"
+                f"the weights '{name:.200}' have width {width}, which does not determine the number of attention "
+                f"heads; put {SETTINGS} from open_clip into the same folder [TM366]"
             )
     side = round((len(positions) - 1) ** 0.5) * patches.shape[-1]
     return CLIPConfig(
@@ -113,7 +115,8 @@ def read_head_counts(folder: Path) -> tuple[int, int] | None:
         return int(vision["width"]) // int(vision.get("head_width", 64)), int(text["heads"])
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"{path} does not name the heads of a ViT ({error!r:.100}); fetch it again [TM367]"
+            f"{path} does not contain the number of attention heads of a ViT ({error!r:.100}); download the file "
+            "again [TM367]"
         ) from error
 
 

@@ -135,15 +135,13 @@ def load_ppocr_recognizer(path: Path) -> tuple[PPOCRRecognizer, list[str]]:
     """The frozen network of rapidocr's ONNX file, and its characters: classes 1, 2, ...; one more is the space."""
     file = read_onnx(path)
     if "character" not in file.metadata:
-        raise ConfigError(f"{path} does not list the characters it knows; expected a recognizer of PaddleOCR [TM368]")
+        raise ConfigError(f"{path} does not list its characters; give a recognizer of PaddleOCR [TM368]")
     net = PPOCRRecognizer(len(file.weights[-1]))
     linear = {f"{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     state = net.state_dict()
     sizes = [(x.T if name in linear else x).numel() for name, x in state.items()]
     if sizes != [x.numel() for x in file.weights]:
-        raise ConfigError(
-            f"{path} holds another network than PP-OCRv6's small recognizer; install rapidocr==3.10.* [TM369]"
-        )
+        raise ConfigError(f"{path} is not PP-OCRv6's small recognizer; run `pip install 'rapidocr==3.10.*'` [TM369]")
     for (name, parameter), x in zip(state.items(), file.weights, strict=True):
         parameter.copy_(x.T if name in linear else x.view(parameter.shape))
     return net.eval().requires_grad_(False), file.metadata["character"].split("\n")

@@ -59,7 +59,8 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
         folder = path if path.is_dir() else path.parent
     if not _has_tokenizer(folder):
         raise ConfigError(
-            f"{folder} holds no tokenizer; expected one of {', '.join(FILES)}, or another `tokenizer` [TM371]"
+            f"{folder} holds no tokenizer; expected one of {', '.join(FILES)}; add the files, or set `tokenizer` "
+            "to another folder [TM371]"
         )
     tokenizer_class: Any = {"clip": CLIPTokenizer, "bert": BertTokenizer, "any": AutoTokenizer}[kind]
     try:
@@ -67,13 +68,12 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"the tokenizer in {folder} cannot be read ({reason:.200}); fetch it again [TM372]"
+            f"the tokenizer in {folder} cannot be read ({reason:.200}); download it again [TM372]"
         ) from error
     if len(tokenizer) > vocab_size:
         raise ConfigError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network {vocab_size}; name the "
-            "network's own tokenizer"
-            " [TM373]"
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network has {vocab_size}; use the "
+            "tokenizer of this network [TM373]"
         )
     return tokenizer
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...console import make_console
 from ...report.page import write_report
 from ..events import Event, TrainingFinished, TrainingStarted
 
@@ -14,7 +15,7 @@ class HtmlReportLogger:
     """Writes the HTML report and prints its path. It must be the last logger: it reads what the others wrote."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or make_console(stderr=True)
         self._directory = Path()
 
     def log(self, event: Event) -> None:

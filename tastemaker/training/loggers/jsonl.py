@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from ...core.output_paths import replace_file
 from ..events import Event, GuardChecked, StepCompleted, TrainingStarted
 
 
@@ -49,10 +49,12 @@ def truncate_after(path: Path, step: int) -> None:
     """Drop rows after `step` and rows that were cut off by a kill, so that no step is written twice."""
     if not path.exists():
         return
-    partial = path.with_name(f".{path.name}.partial")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+    with (
+        path.open(encoding="utf-8", errors="replace") as old,
+        replace_file(path) as partial,
+        partial.open("w", encoding="utf-8") as new,
+    ):
         new.writelines(line for line in old if _step(line) <= step)
-    os.replace(partial, path)
 
 
 def _step(line: str) -> float:

@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.markup import escape
 
+from ...console import make_console
 from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted
 
 
@@ -35,7 +36,7 @@ class LoggerCollection:
 
     def __init__(self, loggers: Sequence[Logger], console: Console | None = None) -> None:
         self._loggers = list(loggers)
-        self._console = console or Console(stderr=True)
+        self._console = console or make_console(stderr=True)
 
     def log(self, event: Event) -> None:
         for logger in list(self._loggers):

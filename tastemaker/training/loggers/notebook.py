@@ -19,11 +19,6 @@ REFRESH_INTERVAL = 0.5  # seconds between two updates of the display
 STYLES = {"yellow": "color:#b35c00;font-weight:600", "dim": "opacity:.7"}
 
 
-def in_notebook() -> bool:
-    """Return whether the code runs in the kernel of a notebook. Nothing of IPython is imported for the answer."""
-    return Console().is_jupyter
-
-
 class NotebookProgressLogger(ProgressLogger):
     """Shows a progress bar with rate and remaining time, the metrics, warnings, and the latest grid of samples."""
 

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ...console import make_console
 from ..events import (
     CheckpointSaved,
     Event,
@@ -31,6 +32,7 @@ LABELS = {
     "grad_norm": "grad norm",
     "lr": "lr",
 }
+RELATIVE_REWARD = "relative_reward/"  # of SRPO, by branch
 LINE_INTERVAL = 5.0  # seconds between plain lines
 
 
@@ -45,7 +47,7 @@ class ProgressLogger:
         frames: int = 1,
         remaining_time: Callable[[], str] | None = None,  # shown instead of the remaining time of this run
     ) -> None:
-        self._console, self._clock = console or Console(stderr=True), clock
+        self._console, self._clock = console or make_console(stderr=True), clock
         self._remaining_time = remaining_time
         self._live: Live | None = None
         self._started = TrainingStarted(0, 1, Path(), 0)
@@ -56,6 +58,7 @@ class ProgressLogger:
         self._checkpoint: Path | None = None
         self._noun = _sample_noun(frames)
         self._warned = False
+        self._guard_rewards: list[float] = []  # on the guard's fixed prompts
 
     def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
@@ -70,6 +73,7 @@ class ProgressLogger:
             if event.warning and not self._warned:
                 self._print(f"warning, step {event.step}: {event.warning}", "yellow")
             self._warned = event.warning is not None
+            self._guard_rewards += [event.metrics["reward/mean"]] if "reward/mean" in event.metrics else []
         elif isinstance(event, CheckpointSaved):
             self._checkpoint = event.path
         elif isinstance(event, TrainingFinished):
@@ -119,7 +123,17 @@ class ProgressLogger:
 
     def _metrics(self) -> list[str]:
         metrics = self._last.metrics if self._last else {}
-        return [f"{label} {metrics[name]:.4g}" for name, label in LABELS.items() if name in metrics]
+        words = [f"{label} {metrics[name]:.4g}" for name, label in LABELS.items() if name in metrics]
+        return [*self._other_rewards(), *words]
+
+    def _other_rewards(self) -> list[str]:
+        """Return the guard's last reward and the mean of SRPO's relative rewards, if steps have no reward."""
+        metrics = self._last.metrics if self._last else {}
+        relative = [value for name, value in metrics.items() if name.startswith(RELATIVE_REWARD)]
+        if "reward/mean" in metrics:
+            return []
+        words = [f"reward {self._guard_rewards[-1]:.4g}"] if self._guard_rewards else []
+        return [*words, *([f"relative reward {sum(relative) / len(relative):.4g}"] if relative else [])]
 
     def _rewards(self) -> list[str]:
         """Return each reward, if there are several."""
@@ -144,8 +158,10 @@ class ProgressLogger:
         words = []
         if self._first and self._last:
             name = next(name for name in ("reward/mean", "loss/policy", "loss") if name in self._last.metrics)
-            ends = [f"{update.metrics[name]:.4g}" for update in (self._first, self._last) if name in update.metrics]
-            words.append(f"{LABELS[name]} {' -> '.join(ends)}")
+            ends = [update.metrics[name] for update in (self._first, self._last) if name in update.metrics]
+            if name != "reward/mean" and self._guard_rewards:
+                name, ends = "reward/mean", [self._guard_rewards[0], self._guard_rewards[-1]]
+            words.append(f"{LABELS[name]} {' -> '.join(f'{value:.4g}' for value in ends)}")
         words += [f"took {elapsed}", *([f"saved in {self._checkpoint}"] if self._checkpoint else [])]
         return f"{event.reason} ({', '.join(words)})"
 

@@ -18,7 +18,7 @@ class TensorBoardLogger:
         try:
             self._open = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError as error:
-            advice = "install it with 'pip install tensorboard', or remove it from the list"
+            advice = "run `pip install tensorboard`, or remove tensorboard from loggers"
             raise ConfigError(f"loggers: the package tensorboard is missing ({error}); {advice} [TM275]") from error
         self._writer: Any = None
 

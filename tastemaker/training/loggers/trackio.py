@@ -19,7 +19,7 @@ class TrackioLogger:
         try:
             self._trackio = importlib.import_module("trackio")
         except ImportError as error:
-            advice = "install it with 'pip install trackio', or remove it from the list"
+            advice = "run `pip install trackio`, or remove trackio from loggers"
             raise ConfigError(f"loggers: the package trackio is missing ({error}); {advice} [TM276]") from error
         self._project, self._config = project, dict(config or {})
         self._started = False

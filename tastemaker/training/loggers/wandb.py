@@ -22,7 +22,7 @@ class WandbLogger:
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError as error:
-            advice = "install it with 'pip install wandb', or remove it from the list"
+            advice = "run `pip install wandb`, or remove wandb from loggers"
             raise ConfigError(f"loggers: the package wandb is missing ({error}); {advice} [TM277]") from error
         self._project, self._config = project, dict(config or {})
         self._run: Any = None
