@@ -274,8 +274,8 @@ def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
     strategy = config.engine.strategy
     if not config.engine.cpu_offload:
         return None
-    if isinstance(config, AutoencoderRunConfig):
-        return "engine.cpu_offload: autoencoders and their discriminators train on the device; remove it [TM931]"
+    if not isinstance(config, RunConfig):
+        return "engine.cpu_offload: only generators train with weights in host memory; remove it [TM931]"
     if strategy in ("fsdp", "hsdp"):
         return None
     reason = "keeps all weights on the device from forward to backward" if strategy == "sdp" else "shards no weights"

@@ -26,7 +26,7 @@ class DeferredSafetensors:
 
     def __init__(self, paths: Mapping[str, Path], dtype: torch.dtype, fp32_modules: tuple[str, ...] = ()) -> None:
         self.dtype, self.fp32_modules = dtype, fp32_modules
-        files = {path: safe_open(path, framework="pt") for path in sorted({*paths.values()})}
+        files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in sorted({*paths.values()})}
         self.files = {name: files[path] for name, path in paths.items()}
         self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self.files.items()}
         stored = [(name, self.shapes[name], file.get_slice(name).get_dtype()) for name, file in self.files.items()]

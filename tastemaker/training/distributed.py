@@ -98,7 +98,9 @@ def init_process_group(device: torch.device, *, always: bool = False) -> tuple[C
     if started:
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
-        one_rank: dict[str, Any] = {} if is_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        one_rank: dict[str, Any] = {}
+        if not is_launched():
+            one_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device_id, **one_rank)
     return DistributedComm(dist.get_rank(), dist.get_world_size(), device), started
 
@@ -170,8 +172,11 @@ def full_tensor(x: Tensor) -> Tensor:
     """Gather a sharded tensor. Every rank must call this."""
     if not isinstance(x, DTensor):
         return x
-    # Shards in host memory are sent between GPUs.
-    return (x if x.device.type == x.device_mesh.device_type else x.to(x.device_mesh.device_type)).full_tensor()
+    # Ranks on GPUs exchange tensors on GPUs only, also if the shards are in host memory.
+    device = x.device_mesh.device_type
+    sharded: Any = x if x.device.type == device else x.to(device)
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
 
 
 def zeros_like_rows(x: Tensor, width: int) -> Tensor:

@@ -44,7 +44,7 @@ def read_shards(unit: nn.Module, deferred: DeferredParameters, device: torch.dev
     if not waiting:
         return
     # Through `_apply`, after which FSDP takes over the new shards.
-    unit._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
+    unit._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)  # type: ignore[no-untyped-call]
     for module, name in waiting:
         tensors, key = deferred.pop((module, name))
         parameter = module.get_parameter(name)

@@ -178,3 +178,9 @@ def test_generation_skips_training_rules() -> None:
     problems = find_problems(config, 3)
     assert [problem.split(":")[0] for problem in problems] == ["process", "model.dropout", "batch.prompts"]
     assert find_problems(config, 3, load_data=False) == []
+
+
+def test_cpu_offload_is_for_generators() -> None:
+    config = load_any_config("playground-vae", ["engine={strategy: fsdp, cpu_offload: true}"])
+    assert [problem for problem in find_problems(config, world_size=1) if "TM931" in problem]
+    assert find_problems(load("grpo-toy-flow", ["engine={strategy: fsdp, cpu_offload: true}"]), world_size=1) == []
