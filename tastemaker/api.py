@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from .config.build import build_autoencoder, build_judge_model, build_policy, make_tiny_any
+from .config.build import adopt_class_names, build_autoencoder, build_judge_model, build_policy, make_tiny_any
 from .config.check import torchrun_world_size
 from .config.dump import to_plain
 from .config.load import YAML_SUFFIXES, list_recipes
@@ -82,13 +82,13 @@ def build(
     """Load the model, the rewards and the data of a configuration, and place them on this process's device.
 
     `rewards` are functions (images, prompts, **metadata) -> scores to add to those of the configuration, by name.
-    `tiny` replaces every model by a small random one. `init_from` is a checkpoint or a LoRA file whose weights to
-    start from. Call `run.engine.close()` when done.
+    `tiny` replaces every model by a small random one. `init_from` is a run, a checkpoint, a file or an exported
+    folder whose weights to start from. Call `run.engine.close()` when done.
     """
     config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
     directory = directory or config.directory
-    return build_run(run_directory.keep_precision(config, directory), directory, init_from)
+    return build_run(run_directory.keep_precision(adopt_class_names(config), directory), directory, init_from)
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
@@ -192,9 +192,9 @@ def evaluate(
     """
     loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
     geneval = parse_detector(detector, self_test=self_test)
-    config, checkpoint = resolve_source(str(model), overrides, tiny=tiny)
-    directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
     verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or message_console()
+    config, checkpoint = resolve_source(str(model), overrides, tiny=tiny, console=console)
+    directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
@@ -243,7 +243,8 @@ def generate(
         lora: LoRA weights for the model, a file or an id on the hub.
         video_format: mp4, gif, png or frames; by default mp4 if PyAV is installed, else png.
     """
-    config, checkpoint = resolve_source(str(model), overrides, lora, tiny=tiny)
+    console = console or message_console()
+    config, checkpoint = resolve_source(str(model), overrides, lora, tiny=tiny, console=console)
     options = GenerationOptions(
         choose_prompts(prompts, prompt_file, config),
         count,
@@ -256,7 +257,7 @@ def generate(
         video_format,
         fps,
     )
-    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or message_console())
+    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console)
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
     return [folder / row["file"] for row in rows]
 
@@ -314,25 +315,34 @@ class VAETrainer:
         self.model, self.config = model, replace(config, engine=engine)
         self.directory = config.directory
 
-    def train(self, loader: Iterable[Any], console: Console | None = None) -> dict[str, float]:
+    def train(
+        self,
+        loader: Iterable[Any],
+        console: Console | None = None,
+        *,
+        validation_loader: Iterable[Any] | None = None,
+    ) -> dict[str, float]:
         """Train all steps, or those left since the last checkpoint, and return the metrics of the last step.
 
         A batch is pixels [B, C, H, W] with one or three channels in [0, 1], or a tuple that starts with them. The
-        loader starts over when it ends.
+        loader starts over when it ends. The images of `validation_loader`, up to `validation.num_samples` of them, are
+        the held-out ones, and the same on every rank. Every `validation.every` steps, or with every checkpoint if that
+        is 0, the loss on them is logged, and after the last step the metrics of their reconstructions.
         """
-        batches = LoaderDataset(loader)
-        validation = self.config.validation
-        # Nothing can be held out of a loader, so without data of its own there is no validation.
-        config = replace(
-            self.config,
-            batch_size=len(batches.last) * torchrun_world_size(),
-            validation=validation if validation.data is not None else ValidationConfig(),
-        )
+        batches, validation = LoaderDataset(loader), self.config.validation
+        if validation_loader is not None:
+            every = validation.every or self.config.checkpoint.every or self.config.steps
+            validation = replace(validation, every=every, data=None)
+        elif validation.data is None:  # nothing can be held out of a loader
+            validation = ValidationConfig()
+        config = replace(self.config, batch_size=len(batches.last) * torchrun_world_size(), validation=validation)
         config = run_directory.keep_precision(config, self.directory)
         latest = run_directory.claim_run_directory(config, self.directory, ())
-        run = build_autoencoder(
-            replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches), self.directory
-        )
+        settings = replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches)
+        if validation_loader is not None:
+            images = read_validation_images(validation_loader, validation.num_samples)
+            settings = replace(settings, validation=replace(validation, data=images))
+        run = build_autoencoder(settings, self.directory)
         config = replace(config, engine=run.engine.config)
         metrics: dict[str, float] = {}
         try:
@@ -406,6 +416,40 @@ class LoaderDataset(Dataset):
                     f"loader: the loader {problem}; pass a loader that can be iterated more than once, such as a "
                     "DataLoader [TM775]"
                 )
+
+
+@dataclass
+class HeldOutImages(Dataset):
+    """Images [N, 3, H, W] in memory, in order."""
+
+    pixels: Tensor
+    batch_type: ClassVar[type] = ImageBatch
+
+    def load(self, seed: int) -> HeldOutImages:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
+        """A rank's share of the first `size` images, starting over if there are fewer."""
+        indices = torch.arange(rank * (size // world), (rank + 1) * (size // world))
+        return as_images(self.pixels[indices % len(self.pixels)])
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return PromptBatch(("",) * count, ({},) * count)
+
+
+def read_validation_images(loader: Iterable[Any], count: int) -> HeldOutImages:
+    """Read the first `count` images of a loader, once."""
+    batches: list[Tensor] = []
+    for batch in loader:
+        batches.append(as_rgb(batch))
+        if sum(map(len, batches)) >= count:
+            break
+    if not batches:
+        raise ConfigError("validation_loader has no batches; pass one with images, or leave it out [TM846]")
+    return HeldOutImages(torch.cat(batches)[:count])
 
 
 def as_images(pixels: Tensor) -> ImageBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -122,6 +123,31 @@ def test_vae_trainer_trains_on_a_loader_and_writes_a_run(tmp_path: Path) -> None
     run_dir = tmp_path / "small"
     assert (run_dir / "config.yaml").is_file() and len((run_dir / "metrics.jsonl").read_text().splitlines()) >= 3
     assert (run_dir / "checkpoints" / "step-000003").is_dir()
+
+
+def test_vae_trainer_validates_on_its_own_loader(tmp_path: Path) -> None:
+    """The held-out loss and the KL divergence are logged with every checkpoint; training does not change."""
+    settings = config(tmp_path, "autoencoder.kl_weight=0.1")
+    plain, model = (build_model(settings, "cpu") for _ in range(2))
+    held_out = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(7))
+    expected = VAETrainer(plain, replace(settings, name="plain"), "cpu").train(random_batches(), QUIET)
+    metrics = VAETrainer(model, settings, "cpu").train(
+        random_batches(), QUIET, validation_loader=[held_out[:3], (held_out[3:], None)]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert expected["loss"] == metrics["loss"] and not any(key.startswith("validation/") for key in expected)
+    with torch.no_grad():
+        mean, log_variance = model.encoder(held_out * 2 - 1).chunk(2, 1)
+        output = model.eval()(held_out)[0]
+    kl = (mean**2 + log_variance.exp() - 1 - log_variance).mean() / 2
+    assert metrics["validation/kl_loss"] == pytest.approx(kl.item(), rel=1e-4) and metrics["kl_loss"] > 0
+    psnr = -10 * (output.clamp(0, 1) - held_out).square().flatten(1).mean(1).log10().mean()
+    assert metrics["validation/psnr"] == pytest.approx(psnr.item(), rel=1e-4)
+    rows = [json.loads(line) for line in (tmp_path / "small/metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "validation/loss" in str(row)]
+    assert steps == [2, 3]
+    with pytest.raises(ConfigError, match="TM846"):
+        VAETrainer(model, replace(settings, name="empty"), "cpu").train(random_batches(), QUIET, validation_loader=[])
 
 
 def test_vae_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ WORKFLOWS = (
     "search.generation",
     "search.settings",
     "serving.server",
+    "training.initialization",
     "training.run_directory",
     "training.sweep",
     "training.trainer",

@@ -211,6 +211,7 @@ def reconstruct(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) 
         output, extra = check_outputs(run.net(pixels, *draw_latent_noise(run, step, pixels, first)), pixels)
     output = output.float()
     loss = reconstruction_loss(run.loss, output, pixels, run.lpips)
+    loss = Loss(loss.rows, {**loss.metrics, **run.abilities.loss_metrics(extra)})
     if run.discriminator is None or not run.discriminator.is_active(step):
         return output, Loss(loss.rows + extra, loss.metrics)
     adversarial = run.discriminator.generator_loss(output)
@@ -258,7 +259,8 @@ def validate(run: AutoencoderRun, data: Dataset) -> dict[str, float]:
             images = part.to(run.engine.device)
             output, extra = run.net(images)
             loss = reconstruction_loss(run.loss, output.float(), images, run.lpips)
-            means.add_loss(Loss(loss.rows + extra, loss.metrics), 1, "loss")
+            metrics = {**loss.metrics, **run.abilities.loss_metrics(extra)}
+            means.add_loss(Loss(loss.rows + extra, metrics), 1, "loss")
     run.net.train()
     return {f"validation/{name}": value for name, value in means.compute(comm).items()}
 

@@ -43,8 +43,17 @@ def set_up(
     version: Annotated[
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", help="Python module to import first, which registers your own components; repeatable."
+        ),
+    ] = None,
 ) -> None:
-    pass
+    if modules:
+        from ..core.registry import import_modules
+
+        import_modules(modules)
 
 
 def explain_error(error: BaseException) -> tuple[str, int] | None:

@@ -137,7 +137,9 @@ def rank(
     from ..data import preference_labels
     from ..search import generation
 
-    config, checkpoint = generation.resolve_source(recipe, merge_overrides(overrides, device), tiny=tiny)
+    config, checkpoint = generation.resolve_source(
+        recipe, merge_overrides(overrides, device), tiny=tiny, console=stderr_console()
+    )
     batch, dropped = preference_labels.select_prompts(prompts, config, limit, exclude or ())
     if dropped:
         stderr_console().print(

@@ -22,7 +22,9 @@ def export(
     layout: Annotated[
         Literal["diffusers", "comfyui", "authors", "llamagen"] | None, typer.Option(help="Layout of another library.")
     ] = None,
-    dtype: Annotated[Precision, typer.Option(help="Dtype, with --layout.")] = "bf16",
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Dtype, with --layout; default: fp32 for llamagen, bf16 for others.")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the LoRA into the weights.")] = False,
     network_only: Annotated[
         bool, typer.Option("--network-only", help="For diffusers: only the trained network.")
@@ -35,7 +37,8 @@ def export(
     from ..export import weights as weights_file
 
     output_paths.check_output_directory(out.parent)
-    torch_dtype, console = generator.DTYPES[dtype], stderr_console()
+    console = stderr_console()
+    torch_dtype = generator.DTYPES[dtype or ("fp32" if layout == "llamagen" else "bf16")]
     with show_status(f"exporting {run}", console):
         if layout is None:
             weights_file.export_weights(run, out, weights, bits, console)
@@ -65,4 +68,6 @@ def suggest_after_export(run: Path, out: Path, layout: str | None) -> list[str]:
         return read_usage(out)
     if layout == "llamagen":
         return [f"load {out} with LlamaGen's --gpt-ckpt, or tastemaker train RECIPE model.weights={out}"]
+    if layout == "authors":
+        return [f"tastemaker generate RECIPE model.weights={out}"]
     return [f"tastemaker generate {out}", f"tastemaker train RECIPE model.weights={out}"]

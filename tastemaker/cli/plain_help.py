@@ -19,8 +19,26 @@ def needs_plain_text() -> bool:
     return not sys.stdout.isatty() or shutil.get_terminal_size().columns < MIN_PANEL_COLUMNS
 
 
+def move_imports_first(arguments: list[str]) -> list[str]:
+    """Move every `--import MODULE` before the command, whose own options do not include it."""
+    imports, others, rest = [], [], iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            others += [argument, *rest]
+        elif argument == "--import":
+            imports += [argument, *([value] if (value := next(rest, None)) is not None else [])]
+        elif argument.startswith("--import="):
+            imports.append(argument)
+        else:
+            others.append(argument)
+    return [*imports, *others]
+
+
 class CommandGroup(TyperGroup):
-    """All commands, listed by group."""
+    """All commands, listed by group. `--import MODULE` may also stand behind the command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, move_imports_first(args))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=lambda name: PANELS.index(self._panel(name)))

@@ -41,6 +41,7 @@ def sweep(
     Runs one after another, prints mean and standard deviation over seeds, and writes one report of all runs.
     Resumes if interrupted.
     """
+    from ..core.registry import IMPORTED_MODULES
     from ..training import sweep as sweeps
 
     folder = out or Path("runs") / f"sweep-{Path(recipe).stem}"
@@ -48,7 +49,9 @@ def sweep(
     runs = sweeps.plan_sweep(recipe, chosen, folder, tiny=tiny)
     if dry_run:
         for command in sweeps.list_train_commands(recipe, chosen, runs):
-            typer.echo(command + (" --tiny" if tiny else ""))
+            typer.echo(
+                command + (" --tiny" if tiny else "") + "".join(f" --import {name}" for name in IMPORTED_MODULES)
+            )
         return
     results = sweeps.run_sweep(runs, folder, stderr_console())
     if results is None:

@@ -60,7 +60,9 @@ def train(
     ],
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(help="Continue from this checkpoint, with optimizer and step.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Start from the weights of this checkpoint or file.")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Start from the weights of this run, checkpoint, file or exported folder.")
+    ] = None,
     allow_change: Annotated[
         list[str] | None, typer.Option(help="Key that may differ when resuming; repeatable.")
     ] = None,

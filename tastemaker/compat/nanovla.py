@@ -46,6 +46,7 @@ DIT_KEYS = {
 NOISE_KEYS = {"beta_start", "beta_end"}
 DIT_RECIPE = "dit-celebhq"  # provides the defaults
 NUM_TRAIN_TIMESTEPS = 1000
+PROCESS_STEPS, SAMPLE_STEPS = 250, 50  # sampling steps of that recipe
 VAE_DEFAULTS = {"num_heads": 4, "norm_channels": 32}  # settings that cannot be read from the shapes of the weights
 GRAYSCALE = {1: True, 3: False}  # by im_channels
 
@@ -179,12 +180,13 @@ def convert_old_dit(data: Mapping[str, Any]) -> Settings:
     check_keys(train, {*OLD_TRAIN_KEYS, *TRAIN_KEYS, *OTHER_TRAIN_KEYS}, "train_params")
     images, output = _old_dataset(data), Path(train.get("task_name", "runs"))
     schedule = {"batch_size": train.get("dit_batch_size", 32), "epochs": train.get("dit_epochs", 500)}
+    noise = _noise_schedule(get_mapping(data, "diffusion_params"))
     weights = {"autoencoder": _find_vae(output, train, vae), "weights": _find_checkpoint(output, train, "dit")}
     return {
         **_dit_schedule({**train, **schedule}, images),
         **_cached_latents(output / str(train.get("vae_latent_dir_name", "vae_latents"))),
-        "process": {"path": _noise_schedule(get_mapping(data, "diffusion_params"))},
-        "model": {**weights, **_dit_network(vae, get_mapping(data, "dit_params"), images)},
+        **noise,
+        "model": {**weights, **_dit_network(vae, get_mapping(data, "dit_params"), images), **noise.get("model", {})},
         "optim": {"lr": train.get("dit_lr", 1e-5), "weight_decay": 0.0},
         "output_dir": str(output.parent),
         "name": f"{output.name}-dit",
@@ -237,14 +239,16 @@ def _cached_latents(folder: Path) -> Settings:
 
 
 def _noise_schedule(params: Settings) -> Settings:
+    """Sections of the configuration with the schedule: the DiT gets the index of a timestep, as in the original."""
     check_keys(params, {*NOISE_KEYS, "num_timesteps"}, "diffusion_params")
-    steps = params.get("num_timesteps", NUM_TRAIN_TIMESTEPS)
-    if steps != NUM_TRAIN_TIMESTEPS:
-        raise ConfigError(
-            f"num_timesteps: expected {NUM_TRAIN_TIMESTEPS}, got {steps!r:.60}; other values are not supported, so "
-            f"set num_timesteps to {NUM_TRAIN_TIMESTEPS} [TM766]"
-        )
-    return {key: params[key] for key in NOISE_KEYS if key in params}
+    steps = get_count(params, "num_timesteps", NUM_TRAIN_TIMESTEPS, 2)
+    betas = {key: params[key] for key in NOISE_KEYS if key in params}
+    if steps == NUM_TRAIN_TIMESTEPS:
+        return {"process": {"path": betas}}
+    limits = {"process": PROCESS_STEPS, "sample": SAMPLE_STEPS}  # a sampler visits a timestep once
+    shorter = {section: {"num_steps": steps} for section, limit in limits.items() if steps < limit}
+    process = {"path": {**betas, "num_train_timesteps": steps}, **shorter.pop("process", {})}
+    return {"process": process, **shorter, "model": {"num_train_timesteps": steps}}
 
 
 def _named_dataset(data: Mapping[str, Any]) -> Settings:

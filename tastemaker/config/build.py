@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..autoencoders.discriminator import DiscriminatorTrainer
 from ..autoencoders.lpips import TINY, LPIPSDistance, load_lpips
@@ -23,6 +23,7 @@ from ..core.trainable_text_encoder import wrap_trainable_text_encoder
 from ..core.types import Placement
 from ..core.weights import NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
+from ..data.images import ClassImages, ImageCollection
 from ..data.prompts import InlinePrompts
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
@@ -30,7 +31,7 @@ from ..training.engine import Engine
 from ..training.run import Run
 from ..vlm.finetuning import JudgeRun
 from ..vlm.judge_models import GeneratorJudge, load_generator_judge
-from .check import require_valid
+from .check import C, require_valid
 from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
 
 Keys = tuple[str, ...]
+InitialWeights = Path | dict[str, Tensor]  # a run, a checkpoint or a file; or the tensors of the network
 
 TINY_BATCH_SIZE = 64  # samples per step at most
 TINY_MICRO_BATCH_SIZE = 4  # samples at once at least: a tiny model takes as long for one
@@ -135,7 +137,7 @@ def _format_override(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def build_policy(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
+def build_policy(config: RunConfig, placement: Placement, init_from: InitialWeights | None = None) -> Policy[Any]:
     """Load the model and add its process, guidance and the weight snapshots that the objective needs."""
     snapshots = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
     if init_from is not None and placement.trainable_device == torch.device("meta"):
@@ -154,6 +156,22 @@ def build_policy(config: RunConfig, placement: Placement, init_from: Path | None
         config.process,
         weights,
     )
+
+
+def adopt_class_names(config: C) -> C:
+    """Let a class-conditional model name its classes as the data set does, where it does not know these names."""
+    if not isinstance(config, RunConfig) or not isinstance(config.data, ClassImages | ImageCollection):
+        return config
+    names = config.data.class_prompts()
+    model = config.model.with_class_names(names)
+    if model == config.model:
+        return config
+    warnings.warn(
+        f"model.class_names: the data names its {len(names)} classes itself, from '{names[0]:.40}' to "
+        f"'{names[-1]:.40}'; class ids of the model are labels of the data [TM862]",
+        stacklevel=2,
+    )
+    return replace(config, model=model)
 
 
 def build_rubric(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
@@ -178,7 +196,7 @@ def build(
     directory: Path | None = None,
     *,
     tiny: bool = False,
-    init_from: Path | None = None,
+    init_from: InitialWeights | None = None,
     load_data: bool = True,
 ) -> Run:
     """Load everything and return a run that is ready to train.
@@ -186,6 +204,7 @@ def build(
     Without `load_data` the run can only generate: its data may no longer exist.
     """
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
+    config = adopt_class_names(config) if load_data else config
     emit_config_warnings(config)
     engine = start_engine(config)
     placement = engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True)
@@ -214,7 +233,7 @@ def start_engine(config: AnyConfig) -> Engine:
 
 
 def build_autoencoder(
-    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: Path | None = None
+    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
 ) -> AutoencoderRun:
     """Build a run that trains an autoencoder."""
     config = require_valid(config)
@@ -244,7 +263,9 @@ def build_autoencoder(
     return run
 
 
-def build_judge(config: JudgeRunConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
+def build_judge(
+    config: JudgeRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
+) -> JudgeRun:
     """Build a run that fine-tunes a judge."""
     config = require_valid(config)
     engine = start_engine(config)

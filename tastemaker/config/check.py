@@ -5,6 +5,7 @@ Each rule is a function that returns a message, or None if the rule holds.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,6 +19,7 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
 from ..data.toy import ToyImages, ToyPairs
+from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.scored_frames import is_single_frame
 from ..objectives.srpo import SRPO
@@ -25,6 +27,7 @@ from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
 from .dump import registered_name, to_plain
+from .engine_rules import ENGINE_RULES
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from .validate import build_component
 
@@ -219,71 +222,17 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
             f"batch.prompts: {prompts} is not divisible by {ranks} ranks; set batch.prompts to a multiple of {ranks} "
             "[TM793]"
         )
-    if prompts // ranks % minibatches:
-        advice = f"choose batch.prompts as a multiple of {ranks * minibatches}"
-        return (
-            f"batch.minibatches: {prompts // ranks} prompts per rank are not divisible by {minibatches} "
-            f"minibatches; {advice} [TM794]"
-        )
+    per_prompt = config.objective.experience_per_prompt()
+    if prompts // ranks * per_prompt % minibatches:
+        advice = f"choose batch.prompts as a multiple of {ranks * minibatches // math.gcd(minibatches, per_prompt)}"
+        samples = f"{prompts // ranks} prompts" + (f" with {per_prompt} samples each" if per_prompt > 1 else "")
+        return f"batch.minibatches: {samples} per rank are not divisible by {minibatches} minibatches; {advice} [TM794]"
     return None
 
 
-def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
-    replicas = config.engine.hsdp_replicas
-    if config.engine.strategy != "hsdp" or world_size % replicas == 0:
-        return None
-    return (
-        f"engine.hsdp_replicas: {world_size} ranks cannot be divided into {replicas} replicas; start a multiple "
-        f"of {replicas} ranks with torchrun, or change engine.hsdp_replicas [TM795]"
-    )
-
-
-def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
-    size = config.engine.context_parallel
-    if size > 1 and not (isinstance(config, RunConfig) and config.model.supports_context_parallel):
-        return (
-            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, Qwen-Image, Wan and LTX only; "
-            "set engine.context_parallel=1"
-            " [TM920]"
-        )
-    if world_size == 1 or world_size % size == 0:
-        return None
-    return (
-        f"engine.context_parallel: {world_size} ranks cannot be divided into groups of {size}; start a multiple "
-        f"of {size} ranks with torchrun, or change engine.context_parallel [TM796]"
-    )
-
-
-def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
-    engine = config.engine
-    settings = {
-        "compile": engine.compile,
-        "strategy": engine.strategy != "replicated",
-        "context_parallel": engine.context_parallel > 1,
-    }
-    conflicts = [name for name, active in settings.items() if active]
-    if not engine.cuda_graphs or not conflicts:
-        return None
-    return (
-        f"engine.cuda_graphs: CUDA graphs cannot be combined with engine.{conflicts[0]}; set "
-        f"engine.cuda_graphs=false, or remove engine.{conflicts[0]} [TM797]"
-    )
-
-
-def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
-    strategy = config.engine.strategy
-    if not config.engine.cpu_offload:
-        return None
-    if not isinstance(config, RunConfig):
-        return "engine.cpu_offload: only generators train with weights in host memory; remove it [TM931]"
-    if strategy in ("fsdp", "hsdp"):
-        return None
-    reason = "keeps all weights on the device from forward to backward" if strategy == "sdp" else "shards no weights"
-    return (
-        f"engine.cpu_offload: engine.strategy is {strategy}, which {reason}; set engine.strategy=fsdp, also for one "
-        "GPU, or remove engine.cpu_offload"
-        " [TM930]"
-    )
+def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
+    objective = config.objective
+    return objective.find_token_problem(config.process, config.model.shape) if isinstance(objective, GRPO) else None
 
 
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
@@ -370,10 +319,7 @@ def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
 
 
 COMMON_RULES: tuple[CommonRule, ...] = (
-    check_hsdp_replicas,
-    check_context_parallel,
-    check_cuda_graphs,
-    check_cpu_offload,
+    *ENGINE_RULES,
     check_data_files,
 )
 RUN_RULES: tuple[Rule, ...] = (
@@ -391,6 +337,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
+    check_critical_tokens,
     check_sample_size,
     check_sample_steps,
     check_sample_weights,
@@ -402,6 +349,7 @@ TRAINING_RULES = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
+    check_critical_tokens,
 )
 AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...] = (
     check_autoencoder_data,
@@ -503,7 +451,7 @@ def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
         network_calls_per_sample=-(-calls // max(1, samples)),
         rollout_network_calls=batch.prompts * calls,
         updates=batch.minibatches * batch.epochs,
-        minibatch_size=experience // batch.minibatches,
-        micro_batch_size=min(share, batch.micro_batch_size or share),
+        minibatch_size=experience * objective.samples_per_row() // batch.minibatches,
+        micro_batch_size=min(share, batch.micro_batch_size or share) * objective.samples_per_row(),
         total_updates=config.steps * batch.minibatches * batch.epochs,
     )

@@ -53,6 +53,10 @@ class AutoencoderNet(nn.Module):
         """Shape, per image, of the standard normal noise that `net(pixels, noise)` takes; None if it takes none."""
         return None
 
+    def loss_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """The further loss that `forward` returned, by the name under which training and validation log it."""
+        return {"own_loss": loss.detach()}
+
     def last_layer(self) -> nn.Conv2d | None:
         """The layer that makes the pixels, for the discriminator's adaptive weight; None if it is not known."""
         return None

@@ -113,6 +113,11 @@ class Categorical:
         log_probs = self.logits.gather(-1, tokens.transpose(1, 2)) - self.logits.logsumexp(-1, keepdim=True)
         return log_probs.transpose(1, 2)
 
+    def entropy(self) -> Tensor:
+        """Entropy of each token's distribution: [B, K]."""
+        log_probs = self.logits.log_softmax(-1)
+        return -(log_probs.exp() * log_probs).sum(-1)
+
     def kl(self, other: Distribution) -> Tensor:
         if not isinstance(other, Categorical):
             raise TypeError(
@@ -223,6 +228,13 @@ class ChunkedCategorical:
                 self.hidden_states, self.weight, tokens.transpose(1, 2), self.temperature
             )
         return log_probs.transpose(1, 2)
+
+    def entropy(self) -> Tensor:
+        """Entropy of each token's distribution: [B, K]."""
+        chunks = [self.hidden_states[rows] for rows in rows_per_chunk(self.hidden_states, self.weight)]
+        with torch.autocast(self.hidden_states.device.type, enabled=False):
+            parts = [ChunkedCategorical(states, self.weight, self.temperature) for states in chunks]
+            return torch.cat([Categorical(part.logits).entropy() for part in parts])
 
     def kl(self, other: Distribution) -> Tensor:
         if not isinstance(other, ChunkedCategorical):

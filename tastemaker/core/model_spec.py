@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -127,6 +127,16 @@ class ModelSpec(ABC):
         """The network under diffusers' names; refused where diffusers computes something else."""
         raise ConfigError(
             f"--layout: diffusers does not have a network like that of {type(self).__name__}; remove --layout [TM086]"
+        )
+
+    def with_class_names(self, names: Sequence[str]) -> Self:
+        """A copy whose class ids have the names that the data has for them, if the model does not know these."""
+        return self
+
+    def to_authors(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """The network under the names of its authors' trainer, for `export --layout authors`."""
+        raise ConfigError(
+            f"--layout: the authors of {type(self).__name__} have no layout; give diffusers, or leave it out [TM853]"
         )
 
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:

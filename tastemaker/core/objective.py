@@ -141,6 +141,10 @@ class Objective(ABC, Generic[P, B, E, Q]):
         """Rows of experience per row of the batch."""
         return self.group_size
 
+    def samples_per_row(self) -> int:
+        """Samples in one row of experience."""
+        return 1
+
     def samples_per_prompt(self) -> int:
         """Samples generated per prompt; 0 for objectives that train on data."""
         return self.group_size if self.consumes is PromptBatch else 0

@@ -142,8 +142,8 @@ class Backbone(TrainableModel, ABC):
     def token_embeddings(self, ids: Tensor) -> Tensor:
         """Codebook vectors of tokens [B, K]: [B, K, C]."""
         raise ConfigError(
-            "objective.latent_reward_weight: this model does not have a codebook; set "
-            "objective.latent_reward_weight=0 [TM097]"
+            "objective: this model does not have a codebook; set objective.latent_reward_weight=0 and "
+            "objective.critical_tokens=0 [TM097]"
         )
 
     def encode_continuous(self, pixels: Tensor) -> Tensor:

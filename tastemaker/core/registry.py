@@ -11,6 +11,25 @@ from .errors import ConfigError as ConfigError
 
 C = TypeVar("C", bound=type)
 MAX_NAMES, MAX_NEAREST = 16, 5  # listed in a message if no name is similar
+IMPORTED_MODULES: list[str] = []  # modules of the user's that `--import` named, for processes that commands start
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules of the user's, which register components under names of their own."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ConfigError:
+            raise
+        except Exception as error:  # importing the module of a user may raise anything
+            reason = f"{type(error).__name__}: {error!s:.300}"
+            raise ConfigError(
+                f"--import: the module '{name:.60}' cannot be imported ({reason}); name it as in Python, such as "
+                "my_package.my_module, from the directory it is in"
+                " [TM848]"
+            ) from error
+        if name not in IMPORTED_MODULES:
+            IMPORTED_MODULES.append(name)
 
 
 def suggest_name(word: str, known: Iterable[str]) -> str:
@@ -103,7 +122,11 @@ class Registry:
         prefix = f"{where}: " if where else ""
         location = self.locate(name)
         if not location:
-            raise ConfigError(f"{prefix}unknown {self.kind} '{name:.60}'{suggest_name(name, self._names)} [TM107]")
+            raise ConfigError(
+                f"{prefix}unknown {self.kind} '{name:.60}'{suggest_name(name, self._names)}; for your own, name "
+                "the module that registers it with --import"
+                " [TM107]"
+            )
         module, _, attribute = location.partition(":")
         try:
             component = vars(importlib.import_module(module)).get(attribute)

@@ -76,6 +76,34 @@ def make_class_labels(count: int, names: Sequence[str] = ()) -> ClassLabels:
     return ClassLabels(count, tuple((name,) for name in names))
 
 
+def names_from_data(labels: ClassLabels, names: Sequence[str]) -> tuple[str, ...]:
+    """Names of all classes of a model whose first classes are those of a data set, with ids for the rest.
+
+    Empty if the model knows all names already, or if the data set has none.
+    """
+    known = {name.lower() for synonyms in labels.names for name in synonyms}
+    if all(PREFIX.sub("", name, count=1).lower() in known or name.lower() in known for name in names):
+        return ()
+    if len(names) > labels.count:
+        raise ConfigError(
+            f"model.num_classes: {labels.count}, but the data has {len(names)} classes; set it to {len(names)} [TM861]"
+        )
+    return (*names, *(str(class_id) for class_id in range(len(names), labels.count)))
+
+
+def are_imagenet_names(names: Sequence[str]) -> bool:
+    """Whether the names of a data set are those of ImageNet's classes, in order and possibly with synonyms.
+
+    Editions differ in a few names, so that more than half must be equal.
+    """
+    labels = imagenet_labels()
+    if len(names) != labels.count:
+        return False
+    first = [name.split(",")[0].replace("_", " ").strip().lower() for name in names]
+    known = [{*(name.lower() for name in synonyms), str(i)} for i, synonyms in enumerate(labels.names)]
+    return 2 * sum(name in known[i] for i, name in enumerate(first)) > len(names)
+
+
 @lru_cache(maxsize=1)
 def imagenet_labels() -> ClassLabels:
     """The 1000 classes of ImageNet in their usual order."""

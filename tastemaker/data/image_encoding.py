@@ -18,17 +18,20 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.check import torchrun_world_size
+from ..config.load import YAML_SUFFIXES, list_trainable_recipes, load_any_config, read_recipe
+from ..config.schema import AutoencoderRunConfig
 from ..console import ProgressBar, make_console
 from ..core import output_paths
-from ..core.autoencoder import AutoencoderNet, as_autoencoder
+from ..core.autoencoder import AutoencoderNet, AutoencoderSpec, as_autoencoder
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models.image_tokenizer import build_frozen_tokenizer, read_tokenizer
 from ..models.nets.vq import VQ
 from ..models.pretrained_autoencoder import autoencoder_fingerprint, load_autoencoder
+from ..training.run_directory import find_named_weights, find_run_checkpoint
 from .cifar10 import is_cifar10, load_cifar10
 from .image_io import ImageError
 from .image_sources import READ_ERRORS, open_class_folder
@@ -98,7 +101,7 @@ class LatentEncodingOptions:
 def encode_latents(options: LatentEncodingOptions, placement: Placement, console: Console) -> Path:
     """Write the shards that are missing, each rank its share; the content of a shard does not depend on the rank."""
     output_paths.check_output_directory(options.out)
-    autoencoder = load_continuous_autoencoder(options.vae, options.size, placement)
+    autoencoder = load_continuous_autoencoder(options.vae, options.size, placement, console)
     images = open_images(options)
     side = options.size // autoencoder.stride
     manifest = LatentManifest(
@@ -148,8 +151,40 @@ def open_images(options: LatentEncodingOptions) -> ImageCollectionDataset:
     return load("class_id") if unlabeled and len(images.source.class_names) > 1 else images
 
 
-def load_continuous_autoencoder(name: str, size: int, placement: Placement) -> AutoencoderNet:
-    net = as_autoencoder(load_autoencoder(name, placement))
+def resolve_autoencoder(name: str, option: str, console: Console) -> tuple[str, AutoencoderSpec | None]:
+    """The run, file or name of an autoencoder; for a configuration, its run, or the settings that name its weights.
+
+    Refuses a configuration whose autoencoder is not trained yet.
+    """
+    if not name.endswith(YAML_SUFFIXES) and (name not in list_trainable_recipes() or Path(name).exists()):
+        return name, None
+    if "data" not in read_recipe(name):
+        return name, None  # a file with the settings of a published checkpoint alone
+    config = load_any_config(name)
+    if not isinstance(config, AutoencoderRunConfig):
+        raise ConfigError(
+            f"{option}: {name:.200} does not train an autoencoder; give a configuration with a section `autoencoder:` "
+            "[TM640]"
+        )
+    if find_run_checkpoint(config, name, (), console) is not None:
+        return str(config.directory), None
+    if not find_named_weights(config):
+        raise ConfigError(
+            f"{option}: {name:.200} has no autoencoder.weights, and {config.directory} no checkpoint, so its weights "
+            f"would be random; run `tastemaker train {name:.200}` first, or name a run or a file"
+            " [TM842]"
+        )
+    return name, config.autoencoder
+
+
+def load_any_autoencoder(name: str, option: str, placement: Placement, console: Console) -> nn.Module:
+    """A frozen autoencoder of a run, a file, a folder, a published name or a configuration."""
+    source, spec = resolve_autoencoder(name, option, console)
+    return spec.load(placement).requires_grad_(False).eval() if spec else load_autoencoder(source, placement)
+
+
+def load_continuous_autoencoder(name: str, size: int, placement: Placement, console: Console) -> AutoencoderNet:
+    net = as_autoencoder(load_any_autoencoder(name, "--vae", placement, console))
     if not net.channels:
         raise ConfigError(
             f"--vae: '{name:.200}' does not have continuous latents; use --tokenizer for a tokenizer. A network "
@@ -299,7 +334,8 @@ class TokenEncodingOptions:
 def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: Console) -> Path:
     """Write what is missing, each rank its share: `<index>.npy` with codes [1, V, T], and with the label [1]."""
     output_paths.check_output_directory(options.out)
-    shape, tensors = read_tokenizer(options.tokenizer)
+    source, spec = resolve_autoencoder(options.tokenizer, "--tokenizer", console)
+    shape, tensors = read_tokenizer(str(vars(spec)["weights"]) if spec else source)
     if options.size % shape.stride:
         raise ConfigError(
             f"--size: {options.size} is not a multiple of {shape.stride}, the stride of the tokenizer; choose a "

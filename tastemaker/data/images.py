@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch
-from .class_labels import imagenet_labels, wordnet_class_ids
+from .class_labels import are_imagenet_names, imagenet_labels, wordnet_class_ids
 from .dataset import epoch_permutation, repeat_prompts
 from .hf_datasets import is_saved_dataset, load_images
 from .image_io import IMAGE_FORMATS, VIDEO_SUFFIXES, read_image
@@ -216,6 +216,9 @@ class ImageCollection:
     num_workers: Annotated[int, Field(ge=0, le=256)] = NUM_WORKERS  # threads per rank that load images in advance
     batch_type: ClassVar[type] = ImageBatch
 
+    def class_prompts(self) -> tuple[str, ...]:
+        return read_class_prompts(self.path, self.split, self.caption_source)
+
     def load(self, seed: int) -> ImageCollectionDataset:
         source = open_image_source(self.path, self.file_pattern, self.split)
         caption_source = self.caption_source or ("caption" if source.captioned else "empty")
@@ -232,6 +235,13 @@ class ImageCollection:
         )
 
 
+def read_class_prompts(path: Path, split: str, caption_source: ImageCaptionSource | None) -> tuple[str, ...]:
+    """The prompt of each class of a data set saved by `datasets`, if prompts are names that its features define."""
+    if caption_source != "class_name" or not is_saved_dataset(path):
+        return ()
+    return class_captions(load_images(path, split).class_names, caption_source)
+
+
 def open_image_source(path: Path, pattern: str, split: str) -> ImageSource:
     """The images at a path: a saved data set, tar shards or a folder."""
     if is_saved_dataset(path):
@@ -246,11 +256,11 @@ def require_images(source: ImageSource, path: Path) -> ImageSource:
 
 
 def class_captions(names: Sequence[str], caption_source: ImageCaptionSource) -> tuple[str, ...]:
-    """The prompt of each class id, with ImageNet's names and ids where the classes are ImageNet's WordNet ids."""
+    """The prompt of each class id, with ImageNet's names and ids where the classes are ImageNet's."""
     if caption_source not in ("class_name", "class_id"):
         return ()
     by_name, ids = caption_source == "class_name", wordnet_class_ids()
-    if len(names) == 1000 or (names and all(name in ids for name in names)):
+    if (names and all(name in ids for name in names)) or are_imagenet_names(names):
         labels = [ids.get(name, position) for position, name in enumerate(names)]
         return tuple(imagenet_labels().name(label) if by_name else str(label) for label in labels)
     return tuple(name.replace("_", " ") if by_name else str(label) for label, name in enumerate(names))
@@ -296,6 +306,9 @@ class ClassImages:
     random_flip: bool = False  # mirror images with probability 0.5
     max_skipped: NonNegativeInt = 0  # unreadable images that are skipped on each rank; one more is an error
     batch_type: ClassVar[type] = ImageBatch
+
+    def class_prompts(self) -> tuple[str, ...]:
+        return read_class_prompts(self.path, self.split, self.caption_source)
 
     def load(self, seed: int) -> ClassImageDataset:
         source: ImageSource = (

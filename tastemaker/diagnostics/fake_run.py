@@ -59,8 +59,7 @@ class Measurement:
 
     parameters: int
     trainable: int
-    block_parameters: int  # of the largest block that is gathered by itself
-    outer_parameters: int  # outside of blocks
+    block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
     frozen_bytes: float  # autoencoder
     kv_cache_bytes: float  # with weights copied for decoding; stays while the network learns
     collect_bytes: float  # peak of `collect`
@@ -119,15 +118,10 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         kept = scale * len(step.experience)
         update_flops = kept / step.micro_batch * len(step.parts) * config.batch.epochs * each
         cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
-        parameters = sum(p.numel() for p in weights.net.parameters())
-        blocks = [
-            sum(p.numel() for p in block.parameters()) for block in activation_memory.repeated_blocks(weights.net)
-        ]
         return Measurement(
-            parameters=parameters,
+            parameters=_count_parameters(weights.net),
             trainable=sum(p.numel() for p in weights.trainable().values()),
-            block_parameters=max(blocks, default=0),
-            outer_parameters=parameters - sum(blocks),
+            block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
             frozen_bytes=float(sum(p.numel() * p.itemsize for p in frozen)),
             kv_cache_bytes=cache_bytes,
             collect_bytes=collect_bytes - cache_bytes,
@@ -138,6 +132,10 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             collect_batch=max([call.rows for call in collected] + [pool.rows if pool else 0]),
             update_batch=max((call.rows for call in updated if call.grad), default=0),
         )
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _micro_batch(config: RunConfig, share: int) -> int:

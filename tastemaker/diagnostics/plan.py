@@ -146,7 +146,8 @@ def _gathered_bytes(engine: EngineConfig, measured: Measurement) -> tuple[float,
     """
     dtypes = (engine.param_dtype, engine.precision, engine.reduce_dtype)
     own, compute, reduce = (precision.DTYPES[name].itemsize for name in dtypes)
-    block, outer = measured.block_parameters, measured.outer_parameters
+    blocks = measured.block_parameters
+    block, outer = max(blocks, default=0), measured.parameters - sum(blocks)
     trained_share = measured.trainable / measured.parameters
     return 2 * block * compute + outer * own, trained_share * (block * (compute + reduce) + outer * (own + reduce))
 

@@ -15,6 +15,7 @@ from ..config.build import build
 from ..config.dump import config_to_yaml
 from ..config.load import load
 from ..config.schema import RunConfig
+from ..core.registry import IMPORTED_MODULES, import_modules
 from ..training.loop import train_step
 from ..training.run import Run
 
@@ -44,7 +45,7 @@ def _launch(recipe: Path, result: Path) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", __name__, str(recipe), str(result)]
+    command = [sys.executable, "-m", __name__, str(recipe), str(result), *IMPORTED_MODULES]
     ranks = [
         subprocess.Popen(command, env=_rank_environment(rank, port), stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
@@ -69,7 +70,8 @@ def _rank_environment(rank: int, port: int) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    recipe, result = arguments
+    recipe, result, *modules = arguments
+    import_modules(modules)
     run = build(load(recipe, ["engine.device=cpu"]), Path(result).parent / "run")
     metrics = step_metrics(run, 0)
     if run.engine.comm.rank == 0:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import urllib.request
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -252,6 +253,11 @@ def parse_detector(detector: str, *, self_test: bool) -> GenevalReward:
 
 
 def load_geneval_scorer(spec: GenevalReward, placement: Placement, *, tiny: bool) -> GenEvalBenchmarkScorer:
+    if tiny and spec.weights not in (TINY, GenevalReward.weights):
+        warnings.warn(
+            f"--tiny: the detector {spec.weights!s:.200} is ignored; tiny detectors have random weights [TM845]",
+            stacklevel=2,
+        )
     return GenEvalBenchmarkScorer((spec.tiny() if tiny else spec).load(placement), placement.device)
 
 

@@ -14,18 +14,15 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..autoencoders.lpips import VGG16
-from ..config.load import load_any_config
-from ..config.schema import AutoencoderRunConfig
 from ..console import ProgressBar, Table
 from ..core import output_paths
 from ..core.autoencoder import as_autoencoder
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from ..data.image_encoding import SkippedFiles, check_same_manifest
+from ..data.image_encoding import SkippedFiles, check_same_manifest, load_any_autoencoder
 from ..data.image_io import IMAGE_FORMATS, ImageError, read_image, save_image
 from ..data.image_sources import CELEBA_HQ_FOLDER
 from ..data.image_transforms import center_crop
-from ..models.pretrained_autoencoder import load_autoencoder
 from .reconstruction_metrics import ReconstructionEvaluator
 
 SCORES, MANIFEST, PAIRS = "scores.jsonl", "reconstruct.json", "images"
@@ -52,7 +49,10 @@ class ReconstructionOptions:
 def reconstruct_images(options: ReconstructionOptions, placement: Placement, console: Console) -> list[Row]:
     """Reconstruct the images that have no scores yet, then print means and the worst reconstructions."""
     output_paths.check_output_directory(options.out)
-    files, net = find_image_files(options.images, options.out), load_any_autoencoder(options.model, placement)
+    files, net = (
+        find_image_files(options.images, options.out),
+        load_any_autoencoder(options.model, "--model", placement, console),
+    )
     check_manifest(options, net)
     evaluator = ReconstructionEvaluator.from_weights(options.vgg_weights, options.lpips_weights, None, placement)
     rows = read_scores(options)
@@ -85,19 +85,6 @@ def reconstruct_images(options: ReconstructionOptions, placement: Placement, con
 
 def _name(file: Path, options: ReconstructionOptions) -> str:
     return str(file.relative_to(options.images))
-
-
-def load_any_autoencoder(name: str, placement: Placement) -> nn.Module:
-    """Load an autoencoder from a run, a file or a folder, or from a configuration that names its weights."""
-    if not name.endswith((".yaml", ".yml")):
-        return load_autoencoder(name, placement)
-    config = load_any_config(name)
-    if not isinstance(config, AutoencoderRunConfig):
-        raise ConfigError(
-            f"--model: {name:.200} does not train an autoencoder; give a configuration with a section `autoencoder:` "
-            "[TM640]"
-        )
-    return config.autoencoder.load(placement).requires_grad_(False).eval()
 
 
 def find_image_files(folder: Path, out: Path) -> list[Path]:

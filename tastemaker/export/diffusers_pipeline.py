@@ -18,7 +18,7 @@ from ..config.load import load_any_config
 from ..config.schema import RunConfig
 from ..config.yaml_io import render_yaml
 from ..core.model_spec import DiffusersConversion, PipelineLayout
-from ..core.output_paths import replace_directory
+from ..core.output_paths import replace_directory, replace_file
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models.pretrained import select_needed_files
@@ -96,11 +96,9 @@ def is_dit_run(run_dir: Path) -> bool:
     return isinstance(config, RunConfig) and config.model.converts_to_diffusers
 
 
-def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
-    """Write a pipeline folder atomically, LoRA adapters merged, and print what diffusers computes differently."""
-    import diffusers
-
-    if options.layout != "diffusers":
+def load_dit(options: GeneratorExport) -> tuple[RunConfig, Path, Mapping[str, Tensor], str]:
+    """Return configuration and checkpoint of a run, its tensors with adapters merged, and their snapshot's name."""
+    if options.layout not in ("diffusers", "authors"):
         raise ConfigError(
             f"--layout: {options.layout} does not support this model; use --layout diffusers, or remove --layout "
             "[TM663]"
@@ -111,7 +109,27 @@ def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
         raise ConfigError(
             f"{options.run_dir} has no checkpoint to export; give a run directory with a checkpoint [TM664]"
         )
-    tensors, chosen = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
+    return config, step_dir, *choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
+
+
+def export_dit_file(options: GeneratorExport, console: Console) -> None:
+    """Write the weights as the trainer of the network's authors does: one `.pth` file, LoRA adapters merged."""
+    if options.out.suffix not in (".pth", ".pt"):
+        raise ConfigError(
+            f"--out: '{options.out}' is written as its authors' trainer does; let its name end in .pth [TM854]"
+        )
+    config, step_dir, tensors, chosen = load_dit(options)
+    renamed = config.model.to_authors({key: x.detach().to(options.dtype) for key, x in tensors.items()})
+    with replace_file(options.out) as partial:
+        torch.save({key: x.clone() for key, x in renamed.items()}, partial)
+    console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
+
+
+def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
+    """Write a pipeline folder atomically, LoRA adapters merged, and print what diffusers computes differently."""
+    import diffusers
+
+    config, step_dir, tensors, chosen = load_dit(options)
     conversion = config.model.to_diffusers({key: x.detach().to(options.dtype) for key, x in tensors.items()})
     with torch.device("meta"):
         net = getattr(diffusers, conversion.model_class)(**conversion.config)

@@ -77,7 +77,8 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
     if options.out.exists():
         raise ConfigError(f"--out: {options.out} exists already; give a new folder, or remove this one [TM666]")
     if diffusers_pipeline.is_dit_run(options.run_dir):
-        diffusers_pipeline.export_dit_pipeline(options, console)
+        export_dit = diffusers_pipeline.export_dit_pipeline
+        (diffusers_pipeline.export_dit_file if options.layout == "authors" else export_dit)(options, console)
         return
     trained = load_trained_generator(options)
     write = {"diffusers": write_diffusers, "comfyui": write_comfyui, "authors": write_original_layout}[options.layout]

@@ -55,6 +55,16 @@ def _rename(key: str, rules: KeyRules) -> tuple[int, str]:
     raise ValueError(f"the authors' layout does not have a name for '{key}'; export with --layout diffusers [TM420]")
 
 
+def invert_key_rules(name: str, rules: KeyRules) -> str:
+    """Return the key that rules rename to `name`, for rules that rename one key each and have at most one group."""
+    for pattern, replacement in rules:
+        renamed = re.escape(replacement).replace(r"\\1", r"(\d+)")
+        key, count = re.subn(f"^{renamed}", pattern.replace(r"(\d+)", r"\g<1>").replace(r"\.", "."), name)
+        if count:
+            return key
+    raise ValueError(f"the authors of this network have no name for '{name}'; leave --layout out [TM852]")
+
+
 def swap_scale_shift(x: Tensor) -> Tensor:
     """Swap the halves of a modulation layer: diffusers keeps scale before shift, the authors after it."""
     return torch.cat([*reversed(x.chunk(2))])

@@ -95,12 +95,12 @@ class ImageBackbone(TextConditionedBackbone):
         return pixels.view(*latents.shape[:2], *pixels.shape[1:])
 
 
-def unet_timestep(t: Tensor) -> Tensor:
-    """Convert t in (0, 1] to the timestep index that networks were trained on: t = (k + 1) / 1000 is k.
+def unet_timestep(t: Tensor, num_train_timesteps: int = NUM_TRAIN_TIMESTEPS) -> Tensor:
+    """Convert t in (0, 1] to the timestep index that networks were trained on: t = (k + 1) / num_train_timesteps is k.
 
     Times between two training timesteps stay between them; rounding errors of those that are meant exactly are removed.
     """
-    timestep = (t.float() * NUM_TRAIN_TIMESTEPS - 1).clamp(min=0)
+    timestep = (t.float() * num_train_timesteps - 1).clamp(min=0)
     nearest = timestep.round()
     return torch.where((timestep - nearest).abs() < 1e-3, nearest, timestep)
 

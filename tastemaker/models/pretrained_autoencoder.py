@@ -72,7 +72,7 @@ def _load_from_yaml(name: str, placement: Placement) -> nn.Module | None:
             f"'{name:.200}' cannot be read ({error!s:.200}); save the file as YAML in UTF-8 [TM513]"
         ) from error
     settings = data.get("autoencoder") if isinstance(data, dict) else None
-    if not isinstance(settings, dict) or not {"type", "weights"} <= settings.keys():
+    if not isinstance(settings, dict) or not settings.get("type") or not settings.get("weights"):
         raise ConfigError(
             f"'{name:.200}' does not have a section `autoencoder` with `type` and `weights`; write for example "
             "autoencoder: {type: block_vae, weights: ...} [TM514]"

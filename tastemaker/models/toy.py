@@ -167,6 +167,10 @@ class ToyTokenBackbone(Backbone):
         logits, cache = self.net(fresh, cond.tensors["word"] if ids is None else None, cache)
         return logits[:, -1], cache
 
+    def token_embeddings(self, ids: Tensor) -> Tensor:
+        """Colors in [-1, 1]."""
+        return 2 * self.palette[ids] - 1
+
     def encode(self, pixels: Tensor) -> Tensor:
         cells = F.avg_pool2d(pixels[:, 0], IMAGE_SIZE // GRID_SIZE).flatten(2).transpose(1, 2)  # [B, 16, 3]
         return (cells[:, :, None] - self.palette).abs().sum(-1).argmin(-1)

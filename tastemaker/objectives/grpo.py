@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, cast
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from ..core.objective import (
 )
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
+from ..processes.autoregressive import AutoregressiveProcess
 from .advantages import (
     PromptTracker,
     combine_advantages,
@@ -27,6 +29,7 @@ from .advantages import (
     group_mean_advantages,
     tracked_advantages,
 )
+from .critical_tokens import confidence_weights, find_critical_tokens
 from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
 
 
@@ -34,7 +37,8 @@ from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
 class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     """GRPO with PPO's clipped ratio and a KL penalty to the reference policy.
 
-    Flow-GRPO, DanceGRPO and MixGRPO are this objective on a Gaussian process with their dynamics and SDE window.
+    Flow-GRPO, DanceGRPO and MixGRPO are this objective on a Gaussian process with their dynamics and SDE window. GCPO
+    is this objective on an autoregressive model with `critical_tokens` and `confidence_clip`.
     """
 
     group_size: int = 8
@@ -50,6 +54,10 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     advantage_eps: float = 1e-4  # added to standard deviations
     tracker_size: int = 32  # rewards kept per prompt, for advantage: tracker
     tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
+    # GCPO, autoregressive models: share of tokens of each of three kinds that train, 0.1 as published; 0: all tokens
+    critical_tokens: float = 0.0
+    # GCPO: clips log policy / reference, whose mean up to a token weights its advantage, at 0.5 as published; 0: off
+    confidence_clip: float = 0.0
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
@@ -69,8 +77,34 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         valid = self.kl_coef >= 0 and self.advantage_clip > 0
         require_settings(self, "kl_coef advantage_clip", valid, "kl_coef of at least 0 and advantage_clip above 0")
 
+        valid = 0 <= self.critical_tokens <= 1 / 3 and self.confidence_clip >= 0
+        require_settings(
+            self, "critical_tokens confidence_clip", valid, "a share from 0 to 1/3, and a clip of at least 0"
+        )
+        if self.critical_tokens and self.group_size < 2:
+            raise ValueError(
+                f"'critical_tokens' is {self.critical_tokens}, but 'group_size' is {self.group_size}; tokens are "
+                "compared within a group of at least 2 samples"
+                " [TM863]"
+            )
+
     def snapshots(self) -> tuple[str, ...]:
-        return ("reference",) if self.kl_coef else ()
+        return ("reference",) if self.kl_coef or self.confidence_clip else ()
+
+    def find_token_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        """Why GCPO's settings do not work with samples of this process and shape; None if they do."""
+        if not (self.critical_tokens or self.confidence_clip):
+            return None
+        if not isinstance(process, AutoregressiveProcess):
+            key = "critical_tokens" if self.critical_tokens else "confidence_clip"
+            return f"objective.{key}: only autoregressive models have tokens in an order; set objective.{key}=0 [TM864]"
+        if self.critical_tokens and (math.isqrt(shape[0]) ** 2 != shape[0] or self.critical_tokens * shape[0] < 1):
+            return (
+                f"objective.critical_tokens: {self.critical_tokens} of {shape[0]} tokens; expected at least one token "
+                f"of a square grid; set it to 1/{shape[0]} or more, or to 0"
+                " [TM865]"
+            )
+        return None
 
     def without_kl(self) -> Self | None:
         return replace(self, kl_coef=0.0) if self.kl_coef else None
@@ -91,6 +125,12 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         else:
             advantage = compute_advantages(scores.total)
         advantage = advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        if self.critical_tokens:
+            critical = find_critical_tokens(
+                cast(Context[AutoregressiveProcess], ctx), trajectory, self.group_size, self.critical_tokens
+            )
+            segments = tuple(replace(segment, mask=segment.mask * critical) for segment in trajectory.segments)
+            trajectory = replace(trajectory, segments=segments)
         return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
 
     def _advantages(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
@@ -112,11 +152,12 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
         """-[min(r A, clip(r) A) - kl_coef KL(policy || reference)], summed over a segment's actions, over all actions.
 
-        The losses of all segments (parts) of a sample add up to the mean over its actions.
+        The losses of all segments (parts) of a sample add up to the mean over its actions. With `confidence_clip`, the
+        first term of each token has a weight.
         """
         cond, segments = experience.trajectory.cond, experience.trajectory.segments
         segment, reference = segments[part], None
-        if self.kl_coef:
+        if self.kl_coef or self.confidence_clip:
             with ctx.policy.weights.use("reference"):
                 reference = ctx.policy.action_distribution(cond, segment)
         policy = ctx.policy.action_distribution(cond, segment)
@@ -124,7 +165,11 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         objective, metrics = clipped_surrogate(
             log_prob, segment, experience.advantage, self.clip_range, self.clip_range_high
         )
-        if reference is not None:
+        if reference is not None and self.confidence_clip:
+            reference_log_prob = reference.log_prob(segment.action)
+            weights = confidence_weights(log_prob, reference_log_prob, self.confidence_clip)
+            objective, metrics["confidence_weight"] = weights * objective, masked_mean(weights, segment.mask)
+        if reference is not None and self.kl_coef:
             kl = kl_to_reference(policy, reference, segment.action, log_prob, self.kl_estimator)
             objective = objective - self.kl_coef * kl
             metrics["kl"] = masked_mean(kl, segment.mask)

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor
 
 from ..core.distributions import TokenDistribution, top_k_top_p_filter
@@ -41,6 +42,7 @@ class TeacherForcedSamples:
     reward: Tensor  # [B, G]
     advantage: Tensor  # [B, G]
     rewards: dict[str, Tensor]  # [B, G] of each reward
+    offset: Tensor | None = None  # [B] first sample of the row in its group, if groups are split over several rows
 
     def __len__(self) -> int:
         return len(self.cond)
@@ -51,9 +53,10 @@ class TeacherForcedSamples:
         ones = torch.ones_like(log_prob[:, 0])
         return Segment(ones, 0 * ones, tokens, tokens, log_prob, mask.flatten(0, 1))
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Rewards, and which groups have equal rewards."""
-        zero_std = (self.reward.amax(1) - self.reward.amin(1) < 1e-8).float()
+    def metrics(self, group_size: int | None = None) -> dict[str, Tensor]:
+        """Rewards, and which groups have equal rewards; a group is a row unless its size is given."""
+        groups = self.reward.view(-1, group_size or self.reward.shape[1])
+        zero_std = (groups.amax(1) - groups.amin(1) < 1e-8).float()
         rewards = {f"rewards/{name}": reward for name, reward in self.rewards.items()}
         return {"reward/mean": self.reward, "zero_std_groups": zero_std, **rewards}
 
@@ -80,6 +83,9 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
     advantage_eps: float = 1e-8  # added to standard deviations
     # Bugs of the first LlamaGen trainer, for comparison; both make the first ratios differ from 1.
     emulate_bugs: tuple[Literal["sampled_context", "dropout"], ...] = ()
+    # Samples of an image that one network call of an update scores; default the whole group. Minibatches and
+    # micro-batches count these calls, so that a smaller number allows updates on fewer samples than one group.
+    samples_per_call: PositiveInt | None = None
     needs: ClassVar[type] = AutoregressiveProcess
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = ImageBatch
@@ -89,6 +95,12 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
             raise ValueError(
                 "'group_size': expected at least 2 samples per image, because the samples are compared with each "
                 f"other, got {self.group_size}; raise 'group_size' [TM323]"
+            )
+        if self.group_size % (self.samples_per_call or 1):
+            raise ValueError(
+                f"'samples_per_call' is {self.samples_per_call}, which does not divide 'group_size' {self.group_size}; "
+                "choose a divisor, or leave it out"
+                " [TM860]"
             )
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         positive = min(self.clip_range, high, self.advantage_clip) > 0
@@ -106,7 +118,10 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
             )
 
     def experience_per_prompt(self) -> int:
-        return 1
+        return self.group_size // self.samples_per_row()
+
+    def samples_per_row(self) -> int:
+        return self.samples_per_call or self.group_size
 
     def samples_per_prompt(self) -> int:
         return self.group_size
@@ -124,9 +139,10 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
     def collect(self, ctx: Context[AutoregressiveProcess], batch: ImageBatch) -> TeacherForcedSamples:
         images = max(1, (ctx.rollout_batch_size or len(batch) * self.group_size) // self.group_size)
         chunks = torch.split(torch.arange(len(batch)), images)
-        return concatenate(
+        samples = concatenate(
             [self._sample_and_score(ctx, select_rows(batch, rows), select_rows(ctx.rng, rows)) for rows in chunks]
         )
+        return split_groups(samples, self.samples_per_call) if self.samples_per_call else samples
 
     def _sample_and_score(
         self, ctx: Context[AutoregressiveProcess], batch: ImageBatch, rng: Randomness
@@ -145,7 +161,7 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         return TeacherForcedSamples(cond, clean, context, tokens, log_prob, rng, reward, advantage, rewards)
 
     def metrics(self, experience: TeacherForcedSamples) -> dict[str, Tensor]:
-        return experience.metrics()
+        return experience.metrics(self.group_size)
 
     def parts(self, experience: TeacherForcedSamples) -> Sequence[None]:
         return (None,)
@@ -157,9 +173,7 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
             with ctx.policy.weights.use("reference"):
                 reference, _ = self._log_probs(ctx, experience)
         log_prob, log_likelihood = self._log_probs(ctx, experience)
-        segment = experience.to_segment(
-            sample_token_mask(experience.rng, experience.samples, self.token_dropout, ctx.epoch)
-        )
+        segment = experience.to_segment(self._token_mask(experience, ctx.epoch))
         objective, metrics = clipped_surrogate(
             log_prob, segment, experience.advantage.flatten(), self.clip_range, self.clip_range_high
         )
@@ -169,7 +183,18 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         if self.ce_coef:
             metrics["log_likelihood"] = log_likelihood.detach()
         per_sample = (objective * segment.mask).sum(1) / segment.mask.sum(1)
-        return Loss(-per_sample.view(-1, self.group_size).mean(1) - self.ce_coef * log_likelihood, metrics)
+        group_mean = per_sample.view(experience.samples.shape[:2]).mean(1)
+        return Loss(-group_mean - self.ce_coef * log_likelihood, metrics)
+
+    def _token_mask(self, experience: TeacherForcedSamples, epoch: int) -> Tensor:
+        """Which tokens count in the loss: [B, G, K]. Drawn for whole groups, so it does not depend on their split."""
+        samples, offset = experience.samples, experience.offset
+        if offset is None or not self.token_dropout:
+            return sample_token_mask(experience.rng, samples, self.token_dropout, epoch)
+        group = samples.new_empty(len(samples), self.group_size, samples.shape[2])
+        mask = sample_token_mask(experience.rng, group, self.token_dropout, epoch)
+        index = offset[:, None] + torch.arange(samples.shape[1], device=offset.device)
+        return mask.gather(1, index[..., None].expand_as(samples))
 
     def _log_probs(
         self, ctx: Context[AutoregressiveProcess], experience: TeacherForcedSamples
@@ -183,6 +208,30 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         context = experience.samples if "sampled_context" in self.emulate_bugs else experience.context
         log_probs, log_likelihood = compute_log_probs(ctx.policy, cond, context, experience.samples, experience.clean)
         return log_probs.flatten(0, 1), log_likelihood
+
+
+def split_groups(samples: TeacherForcedSamples, size: int) -> TeacherForcedSamples:
+    """Spread the samples of each image over adjacent rows of `size` samples; rewards and advantages stay the same."""
+    parts = samples.samples.shape[1] // size
+    rows = torch.arange(len(samples)).repeat_interleave(parts)
+    offset = size * torch.arange(parts, device=samples.samples.device).repeat(len(samples))
+
+    def split(x: Tensor) -> Tensor:
+        return x.reshape(-1, size, *x.shape[2:])
+
+    shared = samples.context.shape[1] == 1
+    return TeacherForcedSamples(
+        cond=select_rows(samples.cond, rows),
+        clean=select_rows(samples.clean, rows),
+        context=select_rows(samples.context, rows) if shared else split(samples.context),
+        samples=split(samples.samples),
+        log_prob=split(samples.log_prob),
+        rng=select_rows(samples.rng, rows),
+        reward=split(samples.reward),
+        advantage=split(samples.advantage),
+        rewards={name: split(reward) for name, reward in samples.rewards.items()},
+        offset=offset,
+    )
 
 
 def teacher_forced_distribution(

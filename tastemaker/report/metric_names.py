@@ -51,6 +51,8 @@ METRIC_NAMES = {
     "log_likelihood": MetricName("log likelihood", "", HIGHER),
     "psnr": MetricName("PSNR", "of reconstructions, in dB", HIGHER),
     "mse": MetricName("mean squared error", "of reconstructions", LOWER),
+    "kl_loss": MetricName("KL of the latents", "to a standard normal distribution, without its weight"),
+    "vq_loss": MetricName("loss of the quantizer", "codebook, commitment, entropy and dead codes, weighted", LOWER),
     "guard/reward/mean": MetricName("training reward, fixed prompts", "always the same prompts and noise", HIGHER),
     "guard/diversity": MetricName(
         "diversity within prompts", "distance between samples of one prompt; 0 if all are equal", HIGHER

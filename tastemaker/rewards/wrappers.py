@@ -1,4 +1,4 @@
-"""Rewards made of other rewards: relative, clipped, per frame, shuffled and summed."""
+"""Rewards made of other rewards: relative, clipped, stepped, per frame, shuffled and summed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
@@ -99,6 +100,33 @@ class ClippedReward(RewardWrapper):
 
     def score_with(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return inner.score(pixels, prompts, metadata).clamp(self.min, self.max)
+
+
+@dataclass(frozen=True)
+class SteppedReward(RewardWrapper):
+    """A reward mapped to a few values by thresholds, as in AR-GRPO; it has no gradient."""
+
+    reward: RewardSpec
+    thresholds: tuple[float, ...] = (0.0, 0.3, 0.6)  # rising
+    values: tuple[float, ...] = (-1.0, 0.5, 1.0, 1.5)  # below the first threshold, from each threshold on
+
+    def __post_init__(self) -> None:
+        rising = all(low < high for low, high in pairwise(self.thresholds))
+        if not self.thresholds or not rising or len(self.values) != len(self.thresholds) + 1:
+            raise ValueError(
+                f"'thresholds' is {list(self.thresholds)} and 'values' {list(self.values)}; expected rising thresholds "
+                "and one value more"
+                " [TM867]"
+            )
+
+    @property
+    def differentiable(self) -> bool:
+        return False
+
+    def score_with(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        scores = inner.score(pixels, prompts, metadata)
+        thresholds, values = (torch.tensor(x, device=scores.device) for x in (self.thresholds, self.values))
+        return values[torch.bucketize(scores.float(), thresholds, right=True)]
 
 
 @dataclass(frozen=True)

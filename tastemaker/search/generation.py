@@ -45,7 +45,7 @@ from ..models.pretrained import PIPELINE_INDEX
 from ..models.weight_files import PLAYGROUND
 from ..training.checkpoint import latest_checkpoint
 from ..training.run import Run
-from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
+from ..training.run_directory import CONFIG_FILE, RECIPE_FILE, find_named_weights, find_run_checkpoint
 from ..training.samples import sampling_policy
 from .base import RubricVerifier, Search, SearchCost
 from .flops import FlopCosts, format_cost, measure_flop_costs
@@ -157,21 +157,34 @@ def truncate_partial_line(path: Path) -> None:
 
 
 def resolve_source(
-    recipe: str, overrides: Sequence[str], lora: Path | None = None, *, tiny: bool = False
+    recipe: str,
+    overrides: Sequence[str],
+    lora: Path | None = None,
+    *,
+    tiny: bool = False,
+    console: Console | None = None,
 ) -> tuple[RunConfig, Path | None]:
     """Configuration and checkpoint of a recipe, with a LoRA file if given; of an export; or of a run.
 
-    The recipes that pretrain the playground models get the shipped weights, unless an override is about the model;
-    "playground" is the demo's model. Warn about overrides that tiny models ignore, and about random weights.
+    A recipe whose run has a checkpoint gets that, as `find_run_checkpoint` decides. The recipes that pretrain the
+    playground models get the shipped weights, unless an override is about the model; "playground" is the demo's model.
+    Warn about overrides that tiny models ignore, and about random weights.
     """
     recipe = DEMO_MODEL if recipe == PLAYGROUND else recipe
-    shipped = PLAYGROUND_MODELS.get(recipe)
+    shipped, given = PLAYGROUND_MODELS.get(recipe), overrides
     if shipped and not tiny and not any(override.startswith("model") for override in overrides):
         # Compiling takes longer than the samples of such a small model.
         overrides = [f"model.weights={shipped}", "engine.compile=false", *overrides]
     config, checkpoint = _resolve_source(recipe, overrides, lora)
+    if checkpoint is None and lora is None and not (Path(recipe) / RECIPE_FILE).is_file():
+        checkpoint = find_run_checkpoint(make_tiny(config) if tiny else config, recipe, given, console, tiny=tiny)
     if tiny:
         warn_ignored_overrides(config, overrides)
+        if checkpoint is not None and make_tiny(config).model != config.model:
+            warnings.warn(
+                f"--tiny: the weights of {checkpoint} are ignored; tiny models have random ones [TM844]", stacklevel=2
+            )
+            checkpoint = None
     elif checkpoint is None:
         warn_random_weights(config)
     return config, checkpoint
@@ -180,7 +193,7 @@ def resolve_source(
 def warn_random_weights(config: RunConfig) -> None:
     """Warn if the model of a configuration has no trained weights."""
     settings = config_to_dict(config)["model"]
-    if config.model.weights is not None or settings.get("init_weights") is not None:
+    if find_named_weights(config):
         return
     problem = "model.weights is not set" if "weights" in settings else f"'{settings['type']}' has no trained weights"
     advice = "set model.weights, or " if "weights" in settings else ""

@@ -23,12 +23,14 @@ from torch import Tensor
 from ..config.schema import CheckpointConfig
 from ..core.errors import explain_error
 from ..core.weights import Weights
+from ..models.weight_files import SCALE_SUFFIX, read_weights
 from . import distributed
 from .engine import Engine
 from .safetensors_io import (
     CheckpointError,
     DamagedCheckpointError,
     FileChecksum,
+    InMemoryTensors,
     ShardedTensorReader,
     TensorHeader,
     TensorSource,
@@ -212,9 +214,14 @@ def _restore(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
     return state.extra
 
 
-def initialize_weights(path: Path, weights: Weights, group: str = "weights") -> None:
-    """Copy the trained weights (or another group) of a checkpoint or file into `weights` and all its snapshots."""
-    _copy_tensors(dict(weights.trainable()), _open_source(path, group), str(path), set(weights.net.state_dict()))
+def initialize_weights(source: Path | Mapping[str, Tensor], weights: Weights, group: str = "weights") -> None:
+    """Copy the trained weights (or another group) of a checkpoint or file into `weights` and all its snapshots.
+
+    The source may also be the tensors themselves, by the names of the network.
+    """
+    tensors = _open_source(source, group) if isinstance(source, Path) else InMemoryTensors(dict(source))
+    origin = str(source) if isinstance(source, Path) else "the exported folder"
+    _copy_tensors(dict(weights.trainable()), tensors, origin, set(weights.net.state_dict()))
     for name in weights.snapshot_tensors():
         weights.update_snapshot(name)
 
@@ -230,7 +237,9 @@ def _open_source(path: Path, group: str) -> TensorSource:
         verify_files(directory, state, 0, 1)
         return ShardedTensorReader(group_files(directory, state, group))
     if path.suffix == ".safetensors":
-        return ShardedTensorReader([path])
+        reader = ShardedTensorReader([path])
+        is_quantized = any(key.endswith(SCALE_SUFFIX) for key in reader.shapes)  # `tastemaker export --bits 8`
+        return InMemoryTensors(read_weights(path)[0]) if is_quantized else reader
     if path.suffix in (".pt", ".pth", ".bin"):
         return load_pickled(path)
     raise CheckpointError(

@@ -7,7 +7,7 @@ attention over tokens that do not divide evenly, and the networks whose plan in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ def enable_context_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
     count = mesh["ulysses"].size()
     # diffusers' attention over uneven parts has no backward pass.
-    attention_dispatch.TemplatedUlyssesAnythingAttention = UnevenAttention
+    vars(attention_dispatch)["TemplatedUlyssesAnythingAttention"] = UnevenAttention
     for transformer, plan in find_plans(net, count):
         # As `enable_parallelism` of diffusers does, which requires an accelerator.
         parallel = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
@@ -137,8 +137,8 @@ def _gather_tokens(parallel: Any, layer: nn.Module, inputs: Any, output: Tensor)
 
     counts = parallel.image_counts
     padded = F.pad(output, (0, 0, 0, max(counts) - output.shape[1])).contiguous()  # gathered parts have equal shapes
-    gathered: Tensor = AllGatherFunction.apply(padded, 1, parallel._ulysses_mesh.get_group())
-    parts = gathered.split(max(counts), dim=1)
+    gather: Callable[..., Tensor] = AllGatherFunction.apply
+    parts = torch.split(gather(padded, 1, parallel._ulysses_mesh.get_group()), max(counts), dim=1)
     return torch.cat([part[:, :tokens] for part, tokens in zip(parts, counts, strict=True)], dim=1)
 
 
@@ -146,7 +146,8 @@ def count_tokens(net: Any, hidden_states: Tensor) -> int:
     """Image tokens of a call: rows of [B, S, D], or patches of latents [B, C, F, H, W]."""
     if hidden_states.ndim == 3:
         return hidden_states.shape[1]
-    return math.prod(hidden_states.shape[2:]) // math.prod(net.config.patch_size)
+    patches: int = math.prod(hidden_states.shape[2:]) // math.prod(net.config.patch_size)
+    return patches
 
 
 def _pad_text(named: dict[str, Any], padding: int) -> dict[str, Any]:
@@ -188,10 +189,11 @@ class UnevenAttention:
         counts = parallel.joint_counts if joint else parallel.image_counts
         if attn_mask is not None and attn_mask.shape[-1] == key.shape[1] < sum(counts):
             attn_mask = _gather_mask(attn_mask, counts, group)
-        tokens = [TokenExchange.apply(x, counts, group).transpose(1, 2) for x in (query, key, value)]  # [B, h, S, D]
-        out = F.scaled_dot_product_attention(*tokens, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
-        attended: Tensor = HeadExchange.apply(out.transpose(1, 2), counts, group)
-        return attended
+        to_tokens: Callable[..., Tensor] = TokenExchange.apply
+        to_heads: Callable[..., Tensor] = HeadExchange.apply
+        q, k, v = (to_tokens(x, counts, group).transpose(1, 2) for x in (query, key, value))  # [B, h, S, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, scale=scale)
+        return to_heads(out.transpose(1, 2), counts, group)
 
 
 def _gather_mask(mask: Tensor, counts: list[int], group: Any) -> Tensor:
@@ -204,7 +206,8 @@ def _gather_mask(mask: Tensor, counts: list[int], group: Any) -> Tensor:
 
 def exchange_tokens(x: Tensor, counts: list[int], group: Any) -> Tensor:
     """All heads of this rank's tokens [B, S_rank, H, D] to all tokens of this rank's heads [B, S, H / ranks, D]."""
-    sent = x.unflatten(2, (len(counts), -1)).permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()  # [ranks * S_rank, B..]
+    heads = x.view(*x.shape[:2], len(counts), -1, x.shape[3])  # [B, S_rank, ranks, H / ranks, D]
+    sent = heads.permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
     received = sent.new_empty(sum(counts), *sent.shape[1:])
     dist.all_to_all_single(received, sent, counts, [x.shape[1]] * len(counts), group=group)
     return received.transpose(0, 1)
@@ -216,7 +219,7 @@ def exchange_heads(x: Tensor, counts: list[int], group: Any) -> Tensor:
     sent = x.transpose(0, 1).contiguous()
     received = sent.new_empty(ranks * own, *sent.shape[1:])
     dist.all_to_all_single(received, sent, [own] * ranks, counts, group=group)
-    return received.unflatten(0, (ranks, own)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    return received.view(ranks, own, *sent.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 class TokenExchange(torch.autograd.Function):
@@ -228,7 +231,7 @@ class TokenExchange(torch.autograd.Function):
         return exchange_tokens(x, counts, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return exchange_heads(gradient, ctx.counts, ctx.group), None, None
 
 
@@ -241,7 +244,7 @@ class HeadExchange(torch.autograd.Function):
         return exchange_heads(x, counts, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return exchange_tokens(gradient, ctx.counts, ctx.group), None, None
 
 
@@ -268,13 +271,15 @@ def emulate_context_parallel(net: nn.Module, count: int) -> Iterator[None]:
         return torch.cat([x] * count, dim=dim).narrow(dim, 0, total)
 
     plans, parallel, sharder = find_plans(net, count), ContextParallelConfig(ulysses_degree=count), EquipartitionSharder
-    originals = vars(sharder)["shard"], vars(sharder)["unshard"]
+    originals = {name: vars(sharder)[name] for name in ("shard", "unshard")}
     for transformer, plan in plans:
         apply_context_parallel(transformer, parallel, dict(plan))
     try:
-        sharder.shard, sharder.unshard = staticmethod(shard), staticmethod(unshard)
+        for name, function in (("shard", shard), ("unshard", unshard)):
+            setattr(sharder, name, staticmethod(function))
         yield
     finally:
-        sharder.shard, sharder.unshard = originals
+        for name, original in originals.items():
+            setattr(sharder, name, original)
         for transformer, plan in plans:
             remove_context_parallel(transformer, dict(plan))

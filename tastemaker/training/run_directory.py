@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,10 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
+from rich.console import Console
 
 from .. import __version__
-from ..config.dump import config_to_yaml
-from ..config.schema import AnyConfig
+from ..config.dump import config_to_dict, config_to_yaml
+from ..config.load import YAML_SUFFIXES
+from ..config.schema import AnyConfig, AutoencoderRunConfig, RunConfig
 from ..core import output_paths
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
@@ -27,7 +31,8 @@ from .engine import Engine
 C = TypeVar("C", bound=AnyConfig)
 CONFIG_FILE = "config.yaml"
 RECIPE_FILE = "recipe.yaml"  # in exported folders, so that `tastemaker generate FOLDER` works
-IGNORED_KEYS = ("output_dir", "name", "data.max_skipped")  # may differ in a resumed run
+IGNORED_KEYS = ("output_dir", "name", "data.max_skipped", "engine.device")  # may differ in a resumed run
+NETWORK_SECTIONS = ("model", "tuning", "autoencoder", "judge")  # that the tensors of a checkpoint depend on
 MAX_NAMED_KEYS = 4  # more differing settings are summarized by their sections
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
@@ -99,6 +104,58 @@ def diff_run_config(config: AnyConfig, directory: Path) -> dict[str, str]:
         return {}
     new = config_to_yaml(keep_precision(config, directory))
     return diff_settings(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(new))
+
+
+def find_run_checkpoint(
+    config: AnyConfig, source: str, overrides: Sequence[str], console: Console | None, *, tiny: bool = False
+) -> Path | None:
+    """Return the newest checkpoint of a configuration's own run, for commands that use its model; None if it has none.
+
+    Every command that takes a configuration instead of a run decides by this function which weights it uses. It prints
+    the checkpoint. The weights that the configuration names come first if an override sets them, or if `source` is the
+    name of a recipe, which stands for the model before training: a warning then names the run. A run with another
+    network is refused; with `tiny`, for which `config` is the tiny one, it is ignored.
+    """
+    latest, named = checkpoint.latest_checkpoint(config.directory), find_named_weights(config)
+    if latest is None or not (config.directory / CONFIG_FILE).is_file():
+        return None
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    if any(f"{section}.{part}" in keys for section in NETWORK_SECTIONS for part in ("weights", "init_weights")):
+        return None
+    if named and not tiny and not source.endswith(YAML_SUFFIXES):
+        warnings.warn(
+            f"{source:.200} uses {named:.200}, not what its run learned; for that, pass {config.directory} [TM847]",
+            stacklevel=3,
+        )
+        return None
+    changes = {
+        name: change
+        for name, change in diff_run_config(config, config.directory).items()
+        if name.partition(".")[0] in NETWORK_SECTIONS and (tiny or not _is_allowed(name, [*keys]))
+    }
+    if changes and not tiny:
+        listed = "; ".join(f"{name}: {change}" for name, change in changes.items())
+        raise ConfigError(
+            f"{source:.200}: {config.directory} holds a run with another network ({listed}); pass that directory to "
+            "use it, or set another name=..."
+            " [TM859]"
+        )
+    if changes:
+        return None
+    if console is not None and os.environ.get("RANK", "0") == "0":
+        console.print(f"weights of {latest}", markup=False, highlight=False, soft_wrap=True)
+    return latest
+
+
+def find_named_weights(config: AnyConfig) -> str:
+    """Return the trained weights that a configuration names, as "model.weights=..."; empty if they are random."""
+    section = "model" if isinstance(config, RunConfig) else "autoencoder"
+    if not isinstance(config, RunConfig | AutoencoderRunConfig):
+        return f"judge.weights={config.judge.weights}"
+    settings = config_to_dict(config)[section]
+    weights = {"weights": config.model.weights if isinstance(config, RunConfig) else settings.get("weights")}
+    weights |= {"init_weights": settings.get("init_weights")}
+    return next((f"{section}.{key}={value}" for key, value in weights.items() if value is not None), "")
 
 
 def _read_steps(directory: Path) -> int:

@@ -12,7 +12,14 @@ from rich.console import Console
 
 from ..autoencoders.training import AutoencoderRun
 from ..autoencoders.training import train as train_autoencoder
-from ..config.build import build, build_autoencoder, build_judge, make_tiny_any
+from ..config.build import (
+    InitialWeights,
+    adopt_class_names,
+    build,
+    build_autoencoder,
+    build_judge,
+    make_tiny_any,
+)
 from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
@@ -21,12 +28,13 @@ from ..console import in_notebook
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
-from ..export.lora import InitializedLora, is_external_lora, resolve_lora_path
+from ..export.lora import InitializedLora, is_external_lora
 from ..models.llamagen import optimizer_state
 from ..vlm.finetuning import JudgeRun
 from ..vlm.finetuning import train as train_judge
 from . import run_directory
 from .events import Event, TrainingFinished
+from .initialization import find_initial_weights
 from .loggers.html_report import HtmlReportLogger
 from .loggers.jsonl import JsonlLogger
 from .loggers.logger import Logger, LoggerCollection
@@ -91,24 +99,26 @@ def load_run_config(recipe: str, overrides: Sequence[str]) -> AnyConfig:
 def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> AnyRun:
     """Build the run of a generator, an autoencoder or a judge, from the weights in `init_from` if given.
 
-    The run keeps its configuration in `run.config`, with the precision that was chosen for the device.
+    `init_from` is a run, a checkpoint, a file or an exported folder. The run keeps its configuration in `run.config`,
+    with the precision that was chosen for the device.
     """
     run: AnyRun
+    initial = None if init_from is None else find_initial_weights(config, init_from)
     if isinstance(config, JudgeRunConfig):
-        run = build_judge(config, directory, init_from=init_from)
+        run = build_judge(config, directory, init_from=initial)
         run.config = replace(config, engine=run.engine.config)
     elif isinstance(config, AutoencoderRunConfig):
-        run = build_autoencoder(config, directory, init_from=init_from)
+        run = build_autoencoder(config, directory, init_from=initial)
         run.config = replace(config, engine=run.engine.config)
     else:
-        run = build_generator(config, directory, init_from and resolve_lora_path(init_from))
+        run = build_generator(config, directory, initial)
         run.config = replace(config, engine=run.engine.config)
     return run
 
 
-def build_generator(config: RunConfig, directory: Path, init_from: Path | None) -> Run:
-    """Build the run of a generator, from the weights of a checkpoint or a LoRA file if given."""
-    if init_from is not None and isinstance(config.tuning, Lora) and is_external_lora(init_from):
+def build_generator(config: RunConfig, directory: Path, init_from: InitialWeights | None) -> Run:
+    """Build the run of a generator, from the weights of a checkpoint, a LoRA file or an export if given."""
+    if isinstance(init_from, Path) and isinstance(config.tuning, Lora) and is_external_lora(init_from):
         tuning = InitializedLora(config.tuning, init_from, config.model.layout)
         return build(replace(config, tuning=tuning), directory)
     return build(config, directory, init_from=init_from)
@@ -181,7 +191,7 @@ def run_training(
         )
     config = require_valid(make_tiny_any(config) if tiny else config)
     directory = config.directory
-    config = run_directory.keep_precision(config, directory, resume)
+    config = run_directory.keep_precision(adopt_class_names(config), directory, resume)
     latest = run_directory.claim_run_directory(config, directory, allow_change)
     if latest is not None and (resume or init_from):
         raise ConfigError(

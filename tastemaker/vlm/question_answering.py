@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..config.load import YAML_SUFFIXES, list_recipes, read_recipe
+from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config, read_recipe
 from ..config.validate import build_component
-from ..console import ProgressBar
+from ..console import ProgressBar, message_console
 from ..core.errors import pluralize
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
@@ -30,7 +31,7 @@ from ..models.showo.prompt_tokenizer import load_detokenizer
 from ..models.showo.vqa import ShowoVqa
 from ..rewards.folder_scorer import ImageRecord, ScoreRow, batch_by_size, find_images_with_prompts
 from ..search.generation import truncate_partial_line
-from ..training.run_directory import CONFIG_FILE
+from ..training.run_directory import CONFIG_FILE, find_run_checkpoint
 from .annotations import detections_as_json, print_line
 from .chat_model import ChatModel, load_chat_model
 from .chat_processors import CAPTION_PROMPT
@@ -174,7 +175,18 @@ def find_showo(model: str) -> ShowoSpec | None:
     if not isinstance(spec, ShowoSpec):
         advice = "give a Show-o model, or a vision-language model"
         raise ConfigError(f"--model: {model} generates images but does not answer questions; {advice} [TM721]")
-    return replace(spec, weights=model) if is_run else spec
+    if is_run:
+        return replace(spec, weights=model)
+    config = load_any_config(model) if "objective" in recipe else None
+    if config is not None and find_run_checkpoint(config, model, (), message_console()) is not None:
+        return replace(spec, weights=str(config.directory))
+    if spec.weights is None:
+        warnings.warn(
+            f"--model: {model:.200} names no model.weights: the answers come from random weights; train it first, or "
+            "name a run or a published Show-o [TM843]",
+            stacklevel=2,
+        )
+    return spec
 
 
 def check_image(path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tastemaker.autoencoders.training import AutoencoderRun, check_outputs, train, train_step
+from tastemaker.autoencoders.training import AutoencoderRun, check_outputs, train, train_step, validate
 from tastemaker.config.build import build, build_autoencoder, make_tiny_any
 from tastemaker.config.check import find_problems
 from tastemaker.config.dump import config_to_dict, config_to_yaml
@@ -185,3 +185,22 @@ def test_custom_network_with_other_outputs_is_refused(outputs: Any, shapes: str)
         check_outputs(outputs, torch.zeros(2, 3, 8, 8))
     for loss in (torch.zeros(()), torch.zeros(2)):
         assert check_outputs((torch.zeros(2, 3, 8, 8), loss), torch.zeros(2, 3, 8, 8))[1] is loss
+
+
+@pytest.mark.parametrize("quantizer", ["codebook", "lfq"])
+def test_quantizer_loss_is_logged_in_training_and_validation(quantizer: str, tmp_path: Path) -> None:
+    settings = [f"autoencoder.quantizer={quantizer}", "autoencoder.codebook_size=64", "discriminator=null"]
+    config = load_any_config(
+        "playground-vq", [*SMALL, *settings, "data.pool_size=32", "validation={every: 1, split: 0.25}"]
+    )
+    tiny = make_tiny_any(replace(config, engine=replace(config.engine, compile=False)))
+    assert isinstance(tiny, AutoencoderRunConfig)
+    run = build_autoencoder(tiny, tmp_path)
+    assert run.validation_data is not None
+    images = run.pixels(0, run.batch_size)
+    held_out = run.validation_data.batch(0, 8, 0, 1).pixels.flatten(0, 1)
+    with torch.no_grad():
+        expected, validated = (run.net(x)[1].item() for x in (images, held_out))
+    metrics = validate(run, run.validation_data)
+    assert metrics["validation/vq_loss"] == pytest.approx(validated, rel=1e-4)
+    assert train_step(run, 0).to_event().metrics["vq_loss"] == pytest.approx(expected, rel=1e-4)

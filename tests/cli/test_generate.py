@@ -16,13 +16,16 @@ import torch
 from cli_runner import run_cli
 
 from tastemaker.cli import EXIT_USAGE
+from tastemaker.config.build import build
 from tastemaker.config.load import list_recipes, load
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.types import PromptBatch
+from tastemaker.core.types import Placement, PromptBatch
 from tastemaker.data.image_io import read_image, save_image
+from tastemaker.evaluation.geneval import load_geneval_scorer, parse_detector
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE
 from tastemaker.models.weight_files import is_shipped
 from tastemaker.search.generation import PLAYGROUND_MODELS, choose_prompts, find_lora, resolve_source, slugify
+from tastemaker.training.run_directory import write_run_config
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group_size=4"]
@@ -123,7 +126,7 @@ def test_lora_scale_sets_the_strength_of_the_adapter() -> None:
     assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--out", "whole") == 0
     assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--lora-scale", "0", "--out", "none") == 0
     assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--lora-scale", "0.5", "--out", "half") == 0
-    assert run_cli("generate", "grpo-toy-flow", *arguments, "--out", "base") == 0
+    assert run_cli("generate", "grpo-toy-flow", "name=base", *arguments, "--out", "base") == 0
     assert read_pixels("none").equal(read_pixels("base"))
     assert not read_pixels("whole").equal(read_pixels("base"))
     assert not read_pixels("half").equal(read_pixels("base")) and not read_pixels("half").equal(read_pixels("whole"))
@@ -234,3 +237,34 @@ def test_search_that_would_deadlock_sharded_ranks_is_refused(tmp_path: Path) -> 
     arguments = ("generate", "grpo-toy-flow", "-p", "a", "--search", "refine", "engine.strategy=fsdp")
     with pytest.raises(AssertionError, match=r"engine\.strategy=replicated"):
         run_on_ranks(2, *arguments, "--out", str(tmp_path / "two"))
+
+
+def test_tiny_evaluation_warns_about_ignored_weights(tmp_path: Path) -> None:
+    """`--tiny` ignores overrides, the weights of a run and those of a detector, and says so."""
+    sizes = ["model.width=64", "model.depth=1", "model.heads=2", "model.autoencoder=null", "model.latent_channels=12"]
+    config = load("dit-folder", [*sizes, "engine={device: cpu, compile: false}", f"output_dir={tmp_path}", "name=run"])
+    build(config).save(1)
+    write_run_config(config, config.directory)
+    with pytest.warns(UserWarning, match=r"model\.width=64.*ignored.*TM020"):
+        resolve_source("dit-folder", sizes, tiny=True)
+    assert resolve_source(str(config.directory), [])[1] is not None
+    with pytest.warns(UserWarning, match=r"step-000001 are ignored.*TM844"):
+        assert resolve_source(str(config.directory), [], tiny=True)[1] is None
+    with pytest.warns(UserWarning, match=r"other-detector is ignored.*TM845"):
+        load_geneval_scorer(parse_detector("other-detector", self_test=False), Placement(), tiny=True)
+
+
+def test_recipe_with_weights_stands_for_the_model_before_training(tmp_path: Path) -> None:
+    """A recipe's name keeps the weights it names, with a warning about its run; a file of yours stands for its run."""
+    recipe, own = "grpo-playground-flow", tmp_path / "own.yaml"
+    own.write_text(f"extends: {recipe}\noutput_dir: {tmp_path}\nname: run")
+    config, step = load(own), tmp_path / "run/checkpoints/step-000001"
+    assert resolve_source(str(own), [])[1] is None
+    step.mkdir(parents=True)
+    write_run_config(config, config.directory)
+    with pytest.warns(UserWarning, match=r"model\.weights=playground/flow.*TM847"):
+        assert resolve_source(recipe, [f"output_dir={tmp_path}", "name=run"])[1] is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_source(str(own), ["process.num_steps=4"])[1] == step
+        assert resolve_source(str(own), ["model.weights=playground/flow16"])[1] is None

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from cli_runner import run_cli
 
 from tastemaker.cli import app
+from tastemaker.cli.plain_help import move_imports_first
 from tastemaker.config import catalog, registries
 from tastemaker.config.static_source import NotStatic, StaticClass
-from tastemaker.core.registry import Registry
+from tastemaker.core.registry import IMPORTED_MODULES, Registry
 
 ROOT = Path(__file__).parent.parent.parent
 LARGE = {"datasets", "diffusers", "pandas", "peft", "scipy", "sklearn", "sympy", "transformers", "torch._dynamo"}
@@ -105,3 +107,49 @@ def test_values_that_need_an_import_are_not_static(tmp_path: Path, monkeypatch: 
     for read in (lambda: own.docstring, lambda: own.defaults().width, lambda: own.defaults().inherited):
         with pytest.raises(NotStatic):
             read()
+
+
+MODULE = """
+from dataclasses import dataclass
+
+import tastemaker as tm
+from tastemaker.models.vae import VaeSpec
+
+
+@tm.register_model("my_vae")
+@dataclass(frozen=True)
+class MySpec(VaeSpec):
+    pass
+"""
+
+
+def test_import_option_makes_registered_names_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The module is imported only if the option names it, before or behind the command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registries.AUTOENCODERS, "_names", dict(vars(registries.AUTOENCODERS)["_names"]))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "registers_my_vae.py").write_text(MODULE)
+    small = ["autoencoder.width=8", "steps=1", "batch_size=2", "validation.every=0", "engine.device=cpu"]
+    command = ["check", "playground-vae", "autoencoder.type=my_vae", *small]
+    assert run_cli(*command) == 2 and "registers_my_vae" not in sys.modules
+    error = capsys.readouterr().err
+    assert "'my_vae'" in error and "--import" in error and "TM107" in error
+    assert run_cli(*command, "--import", "registers_my_vae") == 0
+    assert "type: my_vae" in capsys.readouterr().out
+    assert run_cli("--import=registers_my_vae", *command) == 0
+    assert IMPORTED_MODULES.count("registers_my_vae") == 1
+    IMPORTED_MODULES.remove("registers_my_vae")
+    assert run_cli("list", "autoencoders", "--import=registers_my_vae") == 0
+    assert "my_vae" in capsys.readouterr().out
+    assert run_cli(*command, "--import", "no_such_module") == 2
+    assert "TM848" in capsys.readouterr().err
+    assert move_imports_first(["a", "--import", "b", "--", "--import", "c"]) == [
+        "--import",
+        "b",
+        "a",
+        "--",
+        "--import",
+        "c",
+    ]

@@ -61,6 +61,7 @@ SETTINGS = [
     "batch.micro_batch_size=1",
     "objective.advantage_clip=5.0",
     "objective.clip_range=1e-4",
+    "objective.samples_per_call=4",
     "loggers=[{type: wandb, project: autoreg-grpo}]",
     "name=mine",
     "output_dir=checkpoints",
@@ -122,6 +123,7 @@ def test_documented_settings_are_valid() -> None:
         prompt_dropout=0.1,
         latent_reward_weight=1.0,
         emulate_bugs=("dropout",),
+        samples_per_call=4,
     )
     assert [problem for problem in find_problems(config, 4) if problem.startswith(("objective", "rewards"))] == []
 

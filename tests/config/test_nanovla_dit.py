@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from cli_runner import run_cli
 from PIL import Image
 
@@ -14,6 +15,7 @@ from tastemaker.config.load import load, load_any_config
 from tastemaker.config.schema import AutoencoderRunConfig
 from tastemaker.config.validate import validate_config
 from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.data.image_io import read_image
 from tastemaker.data.images import ImageCollection
 from tastemaker.data.latents import LatentFolder
@@ -98,6 +100,21 @@ def test_new_nanovla_dit_config_is_converted(here: Path) -> None:
     assert load("short.yaml").batch.prompts == 8
 
 
+def test_other_number_of_timesteps_reaches_path_and_network(here: Path) -> None:
+    """The path has that many timesteps, no sampler visits more, and the network gets the index of a timestep."""
+    (here / "short.yaml").write_text(OLD.replace("num_timesteps : 1000", "num_timesteps : 40"))
+    config = load("short.yaml", ["stage=dit", "model.autoencoder=null", "model.latent_channels=12"])
+    assert isinstance(config.process, GaussianProcess) and isinstance(config.process.path, VariancePreserving)
+    path = config.process.path
+    assert (path.num_train_timesteps, path.beta_start, path.beta_end) == (40, 0.0002, 0.03)
+    assert (config.process.num_steps, config.sample.num_steps) == (40, 40)
+    model, indices = config.model.load(Placement()), []
+    model.net.register_forward_pre_hook(lambda net, inputs: indices.append(inputs[1].tolist()))
+    with torch.no_grad():
+        model.predict(torch.zeros(3, *model.shape), torch.tensor([0, 20, 39]).add(1) / 40, model.embed(("",) * 3))
+    assert indices == [[0, 20, 39]] and path.timesteps(40)[:-1].mul(40).round().sub(1).tolist() == [*range(39, -1, -1)]
+
+
 def test_existing_latents_and_checkpoints_are_used(here: Path) -> None:
     task = here / "tasks" / "faces"
     (task / "latents").mkdir(parents=True)
@@ -125,10 +142,36 @@ def test_both_stages_train_in_sequence(here: Path, capsys: pytest.CaptureFixture
     assert read_image(here / "made" / "sheet.png").shape[-1] >= 64
 
 
+def test_configuration_stands_for_its_run(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`reconstruct`, `encode` and `generate` on a file use the run it led to, name its step, and are never random."""
+    options = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
+    for command in (["reconstruct", "images", "--model"], ["encode", "images", "--size", "32", "--vae"]):
+        assert run_cli(*command, "both.yaml") == 2
+    assert capfd.readouterr().err.count("TM842") == 2
+    assert run_cli("train", "both.yaml", *options, "loss.lpips=0", "discriminator=null") == 0
+    assert (
+        run_cli("reconstruct", "images", "--model", "both.yaml", "--size", "32", "--out", "a", "--device", "cpu") == 0
+    )
+    assert run_cli("encode", "images", "--vae", "both.yaml", "--size", "32", "--out", "b", "--device", "cpu") == 0
+    assert capfd.readouterr().err.replace("\n", "").count("weights of tasks/faces/checkpoints/step-000001") == 2
+    arguments = ["stage=dit", "process.num_steps=2", "--device", "cpu", "--seed", "3"]
+    with pytest.warns(UserWarning, match="random weights"):
+        assert run_cli("generate", "both.yaml", *arguments, "--out", "random") == 0
+    assert run_cli("train", "both.yaml", "stage=dit", *options, "optim.lr=1") == 0
+    assert run_cli("generate", "both.yaml", *arguments, "--out", "file") == 0
+    assert "weights of tasks/faces-dit/checkpoints/step-000001" in capfd.readouterr().err
+    assert run_cli("generate", "tasks/faces-dit", *arguments[1:], "--out", "run") == 0
+    random, file, run = (read_image(here / name / "sheet.png") for name in ("random", "file", "run"))
+    assert torch.equal(file, run) and not torch.equal(file, random)
+    (here / "both.yaml").write_text(OLD.replace("hidden_size : 32", "hidden_size : 48"))  # edited since
+    assert run_cli("generate", "both.yaml", *arguments, "--out", "other") == 2
+    assert "TM859" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps: expected 1000, got 500"),
+        (OLD.replace("num_timesteps : 1000", "num_timesteps : 1"), "num_timesteps is 1"),
         (OLD.replace("hidden_size", "hiden_size"), "'hiden_size'; did you mean 'hidden_size'"),
         (OLD.replace("z_channels", "z_chanels"), "'z_chanels'; did you mean 'z_channels'"),
         (OLD.replace("[True]", "2"), "down_sample: expected a list of true and false, one per block, got 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ import pytest
 import torch
 from PIL import Image
 
+import tastemaker
+from tastemaker.config.build import adopt_class_names
+from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import ImageBatch, Placement, TokenBatch
-from tastemaker.data.images import ClassImages
+from tastemaker.data.class_labels import imagenet_labels
+from tastemaker.data.images import ClassImages, class_captions
 from tastemaker.data.tokens import TokenFolder
 from tastemaker.models.llamagen.model import LlamagenSpec
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.training.loop import train_step
 
 SHADES = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0)]
 
@@ -111,6 +117,39 @@ def test_saved_datasets_keep_their_class_names(tmp_path: Path) -> None:
         tmp_path / "set", {"image": [colored_image(0), colored_image(1)], "label": [1, 0]}, features, split=None
     )
     assert captions_and_colors(ClassImages(path, 16).load(0).batch(0, 2, 0, 1)) == {("dog", 0), ("cat", 1)}
+
+
+def test_model_takes_class_names_of_a_saved_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["oak_leaf", "rune"])})
+    path = save_hf_dataset(
+        tmp_path / "set", {"image": [colored_image(0), colored_image(1)], "label": [1, 0]}, features, split=None
+    )
+    settings = [f"data={{type: class_images, path: {path}, image_size: 32}}", "sample.every=0", "guard.every=0"]
+    config = load(
+        "grpo-llamagen-tf", [*settings, "engine.precision=fp32", "batch.prompts=2", "batch.minibatches=1", "steps=1"]
+    )
+    with pytest.warns(UserWarning, match=r"model\.class_names.*oak leaf.*TM862"):
+        run = tastemaker.build(config, tmp_path / "run", tiny=True)
+    assert run.config.model.class_names[:3] == ("oak leaf", "rune", "2")  # saved with the run, so `generate` knows them
+    assert run.policy.embed(["rune", "a photo of a oak leaf", "7"]).tensors["label"].tolist() == [1, 0, 7]
+    assert train_step(run, 0).to_event().metrics["reward/mean"] < 0
+    with pytest.raises(ConfigError, match=r"model\.num_classes.*TM861"):
+        adopt_class_names(replace(config, model=replace(config.model, num_classes=1)))
+    known = save_hf_dataset(
+        tmp_path / "known",
+        {"image": [colored_image(0)], "label": [0]},
+        datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["tench"])}),
+    )
+    config = replace(config, data=ClassImages(known, 32))
+    assert adopt_class_names(config) is config  # ImageNet's own names stay ImageNet's classes
+
+
+def test_a_thousand_names_are_imagenet_only_if_they_are_its_names() -> None:
+    own = [f"part {i}" for i in range(1000)]
+    assert class_captions(own, "class_name") == tuple(own)
+    published = [", ".join(names) for names in imagenet_labels().names]  # as the hub's imagenet-1k has them
+    assert class_captions(published, "class_name")[207] == imagenet_labels().name(207)
 
 
 def test_missing_split_or_columns_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cli_runner import run_cli
 from rich.console import Console
 from tiers import fast
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -130,6 +131,15 @@ def test_weights_are_loaded_from_a_folder(trained: Path, tmp_path: Path) -> None
     run = build(config, tmp_path / "run")
     before = load_trained_run(trained, tmp_path).policy.weights.trainable()
     assert all(torch.equal(p, before[key]) for key, p in run.policy.weights.trainable().items())
+
+
+def test_export_command_keeps_float32_unless_asked(trained: Path, tmp_path: Path) -> None:
+    for options, dtype in (((), torch.float32), (("--dtype", "bf16"), torch.bfloat16)):
+        out = tmp_path / str(dtype)
+        arguments = ["export", str(trained), "--layout", "llamagen", "--out", str(out), *options]
+        assert run_cli(*arguments) == 0
+        weights = torch.load(out / "0000003" / "consolidated.pth", weights_only=True)
+        assert {x.dtype for x in weights.values()} == {dtype}
 
 
 def test_files_match_the_original_trainer(trained: Path, tmp_path: Path) -> None:

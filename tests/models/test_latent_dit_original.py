@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tastemaker.compat.linear_noise_scheduler import LinearNoiseScheduler
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
@@ -130,6 +131,35 @@ def test_ddim_step_equals_the_originals_sampler(k: int, golden: dict[str, Tensor
     step = process.dynamics.step(LINEAR, process.denoising_step(x, t, s, clean))
     actual = step.mean + step.std.view(-1, 1, 1, 1) * step_noise  # type: ignore[attr-defined]
     torch.testing.assert_close(actual, golden[f"out.prev_t{k}"], rtol=0, atol=5e-4 if k == 0 else 1e-5)
+
+
+def test_published_scheduler_methods_equal_the_original(golden: dict[str, Tensor]) -> None:
+    scheduler, x, noise = LinearNoiseScheduler(1000, 1e-4, 0.02), golden["in.x"], golden["in.noise"]
+    torch.testing.assert_close(scheduler.betas, golden["sched.betas"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(scheduler.alpha_cum_prod, golden["sched.alpha_cum_prod"], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(scheduler.add_noise(x, noise, golden["in.t"]), golden["out.add_noise"])
+    for k in (0, 500, 999):
+        previous, clean = scheduler.sample_prev_timestep(x, noise, k, golden["in.step_noise"])
+        torch.testing.assert_close(previous, golden[f"out.prev_t{k}"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(clean, golden[f"out.x0_t{k}"], rtol=1e-5, atol=1e-5)
+    torch.manual_seed(0)
+    drawn = scheduler.sample_prev_timestep(x, noise, torch.tensor(500))[0]
+    torch.manual_seed(0)
+    assert torch.equal(drawn, scheduler.sample_prev_timestep(x, noise, 500, torch.randn(x.shape))[0])
+    assert scheduler.path == LINEAR
+    with pytest.raises(ConfigError, match=r"num_timesteps 1,.*TM849"):
+        LinearNoiseScheduler(1)
+
+
+def test_export_has_the_keys_and_tensors_of_the_original(golden: dict[str, Tensor], original: LatentDitSpec) -> None:
+    net = load_latent_dit(original, Placement())
+    exported = original.to_authors(net.state_dict())
+    expected = {key[2:]: x.float() for key, x in golden.items() if key.startswith("w.")}
+    assert exported.keys() == expected.keys() and all(torch.equal(exported[key], x) for key, x in expected.items())
+    with pytest.raises(ConfigError, match="TM850"):
+        replace(original, convention="facebook").to_authors({})
+    with pytest.raises(ConfigError, match="TM851"):
+        replace(original, conditioning="class").to_authors({})
 
 
 def test_weights_of_another_convention_are_refused(original: LatentDitSpec) -> None:

@@ -305,7 +305,7 @@ def test_teacher_forced_grpo_needs_rewards() -> None:
 
 def test_plan_of_teacher_forced_grpo() -> None:
     counts = compute_step_counts(load("grpo-llamagen-tf"))
-    assert (counts.samples, counts.rollout_network_calls, counts.minibatch_size) == (256, 32, 1)
+    assert (counts.samples, counts.rollout_network_calls, counts.minibatch_size) == (256, 32, 8)
 
 
 def test_defaults_match_published_trainer() -> None:

@@ -29,6 +29,7 @@ from tastemaker.core.types import Placement
 from tastemaker.rewards.backbones.preprocessing import NaflexPreprocessing
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 from tastemaker.rewards.clip import ClipReward
+from tastemaker.rewards.clip_iqa import ClipIqaReward
 from tastemaker.rewards.pickscore import PickScoreReward
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
@@ -117,6 +118,31 @@ def test_logit_and_probability_follow_from_the_cosine(tmp_path: Path) -> None:
     torch.testing.assert_close(logit, cosine * torch.tensor(2.0).exp() - 1.5)
     torch.testing.assert_close(probability, logit.sigmoid())
     torch.testing.assert_close(divided, logit / 100)
+
+
+@torch.no_grad()
+def test_clip_iqa_is_the_softmax_of_opposite_texts(tmp_path: Path) -> None:
+    net, processor = clip_case()
+    net.logit_scale.data.fill_(2.5)
+    folder = save_checkpoint(net, tmp_path, processor)
+    images = smooth_images(28, 28)
+    pairs = ["Good photo.", "Bad photo.", "Sharp photo.", "Blurry photo."]
+    texts = AutoTokenizer.from_pretrained(folder)(pairs, padding="max_length", max_length=77, return_tensors="pt")
+    logits = net(**texts, **processor(images, return_tensors="pt")).logits_per_image  # [4, 4]
+    quality, sharpness = logits[:, :2].softmax(1)[:, 0], logits[:, 2:].softmax(1)[:, 0]
+    for attributes, expected in ((("quality",), quality), (("quality", "sharpness"), (quality + sharpness) / 2)):
+        scorer = ClipIqaReward(attributes, weights=folder).load(Placement())
+        scores = scorer.score(to_pixels(images), PROMPTS, NO_METADATA)
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+    assert quality.std() > 0.01
+
+
+def test_clip_iqa_has_gradients_and_needs_an_attribute() -> None:
+    pixels = to_pixels(smooth_images(28, 28)).requires_grad_()
+    ClipIqaReward().tiny().load(Placement()).score(pixels, PROMPTS, NO_METADATA).sum().backward()
+    assert pixels.grad is not None and pixels.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"attributes.*TM866"):
+        ClipIqaReward(())
 
 
 def test_divide_by_is_refused_for_probability() -> None:

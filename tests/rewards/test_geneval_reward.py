@@ -169,25 +169,25 @@ def test_fraction_correct_counts_all_conditions() -> None:
         ({}, ("'a dog'", "'tag'", "'include'")),
         (request("colors", object_entry("dgo")), ("class 'dgo'", "'dog'")),
         (request("colors", object_entry("dog", color="rde")), ("color 'rde'", "'red'")),
-        (request("counting", object_entry("dog", 0)), ("count of 'dog' is 0",)),
+        (request("counting", object_entry("dog", 0)), ("count of 'dog', got 0", "TM617")),
         (request("position", object_entry("dog", position=["left of", 0])), ("left of, right of, above, below",)),
         (
             request("position", object_entry("dog"), object_entry("cat", position=["above"])),
-            ("position of 'cat' is ['above']",),
+            ("position of 'cat', got ['above']", "TM619"),
         ),
         (
             request("position", object_entry("dog"), object_entry("cat", position=["above", "0"])),
-            ("position of 'cat' is ['above', '0']",),
+            ("position of 'cat', got ['above', '0']", "TM619"),
         ),
         (
             request("position", object_entry("dog"), object_entry("cat", position="above")),
-            ("position of 'cat' is above",),
+            ("position of 'cat', got above", "TM619"),
         ),
         (request("colors", object_entry("dog", color=3)), ("color '3'",)),
-        (request("counting", object_entry("dog", True)), ("count of 'dog' is True",)),
-        ({"tag": "colors", "include": ["dog"]}, ("['dog']", "mappings")),
-        ({"tag": "colors", "include": object_entry("dog")}, ("mappings", "'class' and 'count'")),
-        ({"tag": "colors", "include": None}, ("None", "mappings")),
+        (request("counting", object_entry("dog", True)), ("count of 'dog', got True", "TM617")),
+        ({"tag": "colors", "include": ["dog"]}, ("got ['dog']", "TM614")),
+        ({"tag": "colors", "include": object_entry("dog")}, ("'class' and 'count'", "TM614")),
+        ({"tag": "colors", "include": None}, ("got None", "TM614")),
     ],
 )
 def test_invalid_metadata_is_refused(metadata: dict[str, Any], fragments: tuple[str, ...]) -> None:

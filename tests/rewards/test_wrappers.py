@@ -11,7 +11,7 @@ from tastemaker.rewards.color import BrightnessReward, ColorReward
 from tastemaker.rewards.compression import JpegReward
 from tastemaker.rewards.motion import StillnessReward
 from tastemaker.rewards.target_image import MseReward
-from tastemaker.rewards.wrappers import ClippedReward, PerFrameReward, RelativeReward
+from tastemaker.rewards.wrappers import ClippedReward, PerFrameReward, RelativeReward, SteppedReward
 
 PIXELS = torch.rand(4, 5, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("a cat", "a dog", "a red dog", "a bird")
@@ -99,3 +99,12 @@ def test_wrappers_nest_hash_and_share_scorers() -> None:
     assert hash(one) == hash(two)
     assert one.tiny() == one
     assert load_shared_reward(one, Placement()) is load_shared_reward(two, Placement())
+
+
+def test_stepped_reward_maps_scores_to_values() -> None:
+    spec = SteppedReward(BrightnessReward(), (0.25, 0.5), (-1.0, 0.0, 2.0))
+    pixels = torch.tensor([0.0, 0.25, 0.4, 0.5, 1.0]).view(5, 1, 1, 1, 1).expand(5, 1, 3, 4, 4)
+    assert spec.load(Placement()).score(pixels, [""] * 5, [{}] * 5).tolist() == [-1, 0, 0, 2, 2]
+    assert not spec.differentiable
+    with pytest.raises(ValueError, match=r"thresholds.*TM867"):
+        SteppedReward(BrightnessReward(), (0.5, 0.25), (0.0, 1.0, 2.0))

@@ -52,6 +52,24 @@ def test_causal_training_on_two_ranks_equals_one(recipe: str, one_rank: dict[str
     assert_close(one_rank[recipe], final_weights(tmp_path))
 
 
+# Micro-batches of 3 rows cut through groups of 8 samples, and rows of 4 samples are half a group.
+CUT_GROUPS = {
+    "grpo-toy-causal": ("batch.prompts=2", "batch.micro_batch_size=3"),
+    "gcpo-toy-causal": ("batch.prompts=2", "batch.micro_batch_size=3"),
+    "teacher-forced-grpo-toy-causal": (
+        *("batch.prompts=4", "objective.samples_per_call=4", "objective.token_dropout=0.5", "batch.micro_batch_size=3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", CUT_GROUPS)
+def test_cut_groups_on_two_ranks_equal_one(recipe: str, tmp_path: Path) -> None:
+    settings = ("steps=4", "guard.every=0", *CUT_GROUPS[recipe])
+    for ranks in (1, 2):
+        finish(launch(recipe, tmp_path / str(ranks), *settings, ranks=ranks))
+    assert_close(final_weights(tmp_path / "1"), final_weights(tmp_path / "2"))
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "format"), [("sdp", 2, "consolidated"), ("fsdp", 2, "sharded"), ("hsdp", 4, "sharded")]
 )

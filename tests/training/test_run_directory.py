@@ -20,6 +20,9 @@ def test_refused_changes_name_the_options_that_allow_them(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"--allow-change.*TM291"):
         claim_run_directory(changed, tmp_path, ())
     assert claim_run_directory(changed, tmp_path, ["optim.lr", "steps"]) is not None
+    device = "engine.device=cpu" if config.engine.device != "cpu" else "engine.device=auto"
+    moved = load("grpo-toy-flow", [*OVERRIDES, device])  # the device is not part of a run's identity
+    assert claim_run_directory(moved, tmp_path, ()) == tmp_path / "checkpoints/step-000001"
 
 
 def test_more_steps_are_always_allowed(tmp_path: Path) -> None:

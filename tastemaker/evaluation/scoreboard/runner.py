@@ -21,7 +21,7 @@ from rich.console import Console
 from ...console import format_remaining
 from ...core import output_paths
 from ...core.errors import TrainingError
-from ...core.registry import ConfigError
+from ...core.registry import IMPORTED_MODULES, ConfigError
 from . import results
 from .measurement import Bench, MeasurementInterrupted, run_measurement
 from .page import write_scoreboard
@@ -301,8 +301,9 @@ class WorkerProcess:
         self._log_path().parent.mkdir(parents=True, exist_ok=True)
         self._log = self._log_path().open("a", encoding="utf-8")
         threads = str(max(1, (os.cpu_count() or 1) // self._options.jobs))
+        imports = [f"--import={name}" for name in IMPORTED_MODULES]
         return subprocess.Popen(
-            [sys.executable, "-m", "tastemaker", *worker_arguments(self._options)],
+            [sys.executable, "-m", "tastemaker", *imports, *worker_arguments(self._options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

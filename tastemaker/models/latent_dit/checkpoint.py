@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.model_spec import Tensors
 from ...core.registry import ConfigError
 from .. import loading, weight_files
-from ..checkpoint_keys import KeyRules, rename_and_concat
+from ..checkpoint_keys import KeyRules, invert_key_rules, rename_and_concat
 from ..nets.latent_dit import EMBEDDING_CONVENTIONS, LatentDiTConfig
 from ..pretrained import HUB_ID, WeightsSource, find_weights
 
@@ -128,6 +128,25 @@ def to_native_keys(tensors: Mapping[str, Tensor], layout: str, patch_size: int, 
     flat = renamed["enter.weight"]
     patches = flat.view(len(flat), patch_size, patch_size, -1)
     return {**renamed, "enter.weight": patches.permute(0, 3, 1, 2).contiguous()}
+
+
+def to_explainingai_keys(tensors: Mapping[str, Tensor], config: LatentDiTConfig) -> Tensors:
+    """Rename our tensors to the keys of explainingai's and nanoVLA-RL's trainers; refuse networks that they lack."""
+    if config.convention != EMBEDDING_CONVENTIONS["explainingai"]:
+        raise ConfigError(
+            "--layout: authors is the layout of nanoVLA-RL, whose network embeds time and position by "
+            "model.convention=explainingai; give diffusers, or leave --layout out"
+            " [TM850]"
+        )
+    if config.num_classes or config.max_text_tokens or config.out_channels != config.channels:
+        raise ConfigError(
+            "--layout: nanoVLA-RL's DiT has neither a condition nor a learned variance, which this network has; leave "
+            "--layout out"
+            " [TM851]"
+        )
+    renamed = {invert_key_rules(key, EXPLAININGAI_KEY_RULES): x for key, x in tensors.items()}
+    patches = tensors["enter.weight"].permute(0, 2, 3, 1).flatten(1)  # rows, columns, channels
+    return {**renamed, "patch_embed_layer.patch_embed.0.weight": patches.contiguous()}
 
 
 def merge_block_embedders(tensors: Mapping[str, Tensor], name: str) -> Tensors:

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
 from ...core.autoencoder import AutoencoderNet
-from ...core.model_spec import DiffusersConversion, ModelSpec
+from ...core.model_spec import DiffusersConversion, ModelSpec, Tensors
 from ...core.policy import Backbone, Process
 from ...core.registry import ConfigError
 from ...core.types import Condition, LatentBatch, Metadata, Placement, Prompts, to_device
 from ...core.weights import NetworkTraits
-from ...data.class_labels import ClassLabels, make_class_labels
+from ...data.class_labels import ClassLabels, make_class_labels, names_from_data
 from ...processes.gaussian import GaussianProcess
 from .. import loading, weight_files
 from ..caption_encoder import CachedCaptionEncoder, build_caption_encoder, tiny_feature_size
@@ -35,6 +35,7 @@ from .checkpoint import (
     diffusers_config,
     read_dit_checkpoint,
     to_diffusers_keys,
+    to_explainingai_keys,
 )
 
 Count = Annotated[int, Field(ge=1, le=256)]
@@ -99,7 +100,7 @@ class LatentDitBackbone(Backbone):
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         (latents,) = cast_to_network_dtype(self.net, x[:, 0])
-        out: Tensor = self.net(latents, unet_timestep(t), cond.tensors.get("condition"))
+        out: Tensor = self.net(latents, unet_timestep(t, self.spec.num_train_timesteps), cond.tensors.get("condition"))
         return out[:, None, : self.shape[1]]  # without the learned variance, which no sampler here uses
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -193,6 +194,7 @@ class LatentDitSpec(ModelSpec):
     head_dim: Annotated[int, Field(ge=2, le=1024)] | None = None  # width / heads if not given
     intermediate_size: Annotated[int, Field(ge=8, le=65536)] | None = None  # of the MLPs; four times the width
     timestep_embed_dim: Annotated[int, Field(ge=4, le=16384, multiple_of=2)] = 256  # of the sinusoidal embedding
+    num_train_timesteps: Annotated[int, Field(ge=2, le=100_000)] = 1000  # the network gets t as index among these
     seed: int = 0
     frames: ClassVar[int] = 1
     process_type: ClassVar[type[Process]] = GaussianProcess
@@ -214,6 +216,11 @@ class LatentDitSpec(ModelSpec):
 
     def class_labels(self) -> ClassLabels:
         return make_class_labels(self.num_classes, self.class_names)
+
+    def with_class_names(self, names: Sequence[str]) -> Self:
+        if self.conditioning != "class" or self.class_names:
+            return self
+        return replace(self, class_names=names_from_data(self.class_labels(), names))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -290,6 +297,9 @@ class LatentDitSpec(ModelSpec):
             autoencoder=self.autoencoder,
             scaling_factor=self.scaling_factor,
         )
+
+    def to_authors(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        return to_explainingai_keys(tensors, self.network_config())
 
     def load(self, placement: Placement) -> LatentDitBackbone:
         autoencoder = load_vae(self.autoencoder, self.latent_channels, self.downsample_factor, placement)

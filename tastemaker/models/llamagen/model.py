@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.policy import Process
 from ...core.registry import ConfigError
 from ...core.types import Condition, Metadata, Placement, Prompts, to_device
-from ...data.class_labels import ClassLabels, make_class_labels
+from ...data.class_labels import ClassLabels, make_class_labels, names_from_data
 from ...processes.autoregressive import AutoregressiveProcess
 from .. import loading
 from ..caption_encoder import FEATURE_SIZE, T5, CachedCaptionEncoder, build_caption_encoder, tiny_feature_size
@@ -171,6 +171,11 @@ class LlamagenSpec(TokenGridSpec):
 
     def class_labels(self) -> ClassLabels:
         return make_class_labels(self.num_classes, self.class_names)
+
+    def with_class_names(self, names: Sequence[str]) -> Self:
+        if self.conditioning != "class" or self.class_names:
+            return self
+        return replace(self, class_names=names_from_data(self.class_labels(), names))
 
     def network_config(self) -> GPTConfig:
         width, depth, heads = VARIANTS[self.variant]

@@ -87,6 +87,10 @@ class VariationalAutoencoder(AutoencoderNet):
     def latent_noise_shape(self, pixels: Tensor) -> tuple[int, ...]:
         return self.channels, pixels.shape[-2] // self.stride, pixels.shape[-1] // self.stride
 
+    def loss_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """The KL divergence per image, without its weight."""
+        return {"kl_loss": loss.detach() / self.kl_weight} if self.kl_weight else {}
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Means of the latents, normalized by the measured statistics."""
         return (self.moments(pixels)[:, : self.channels] - self.mean) / self.std
@@ -159,6 +163,12 @@ class ConvAutoencoder(AutoencoderNet):
         log_variance = log_variance.clamp(-30, 20)
         kl = (mean**2 + log_variance.exp() - 1 - log_variance).flatten(1).mean(1) / 2
         return self._decode_raw(mean + (log_variance / 2).exp() * noise), self.kl_weight * kl
+
+    def loss_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """The KL divergence per latent, or the squared latents, without their weight."""
+        if self.kl_weight:
+            return {"kl_loss": loss.detach() / self.kl_weight}
+        return {"latent_norm": loss.detach() / LATENT_NORM_WEIGHT}
 
     def _encode_raw(self, pixels: Tensor) -> Tensor:
         z: Tensor = self.encoder(pixels * 2 - 1)

@@ -332,6 +332,10 @@ class VQ(AutoencoderNet):
         loss = loss + config.entropy_weight * output.entropy_loss
         return self.decode_unclamped(output.latent), loss + config.dead_code_weight * output.dead_code_loss
 
+    def loss_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """The weighted sum of the quantizer's losses: codebook, commitment, entropy and dead codes."""
+        return {"vq_loss": loss.detach()}
+
     def last_layer(self) -> nn.Conv2d:
         return self.decoder.conv_out
 
