@@ -115,8 +115,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         # Backward costs twice the forward pass, or once if the weights need no gradient; checkpointing one more.
         backward = (1 if config.tuning.is_adapter else 2) + (config.engine.activation_memory == "checkpoint")
         each = sum(call.flops(recorder) * (1 + backward * call.grad) for call in updated)
-        kept = scale * len(step.experience)
-        update_flops = kept / step.micro_batch * len(step.parts) * config.batch.epochs * each
+        update_flops = scale * len(step.experience) / step.micro_batch * len(step.parts) * config.batch.epochs * each
         cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         return Measurement(
             parameters=_count_parameters(weights.net),
