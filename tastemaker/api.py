@@ -175,6 +175,7 @@ def evaluate(
     weights: str = "",
     seed: int = 0,
     out: Path | None = None,
+    save_steps: bool = False,
     tiny: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def evaluate(
             candidates, the points of a curve of score against cost are returned.
         weights: live, or a snapshot such as ema; by default the EMA if there is one.
         out: the directory to write samples, scores and the report to; an evaluation that is there is resumed.
+        save_steps: whether to write the previews of all candidates after every step to its folder `process`.
     """
     loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
     geneval = parse_detector(detector, self_test=self_test)
@@ -198,7 +200,13 @@ def evaluate(
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
-            loaded, build_search(search, n), verifier, weights, seed=seed, geneval=geneval
+            loaded,
+            build_search(search, n),
+            verifier,
+            weights,
+            seed=seed,
+            geneval=geneval,
+            save_steps=save_steps,
         )
         return benchmark_run.evaluate_model(config, checkpoint, options, folder, tiny=tiny, console=console)
 
@@ -227,6 +235,7 @@ def generate(
     lora_scale: float = 1.0,
     video_format: str = "",
     fps: int = 8,
+    save_steps: bool = False,
     tiny: bool = False,
     console: Console | None = None,
 ) -> list[Path]:
@@ -242,6 +251,7 @@ def generate(
         weights: live, or a snapshot such as ema or reference.
         lora: LoRA weights for the model, a file or an id on the hub.
         video_format: mp4, gif, png or frames; by default mp4 if PyAV is installed, else png.
+        save_steps: whether to write the previews of all candidates after every step to the folder `process`.
     """
     console = console or message_console()
     config, checkpoint = resolve_source(str(model), overrides, lora, tiny=tiny, console=console)
@@ -256,6 +266,7 @@ def generate(
         verifier,
         video_format,
         fps,
+        save_steps,
     )
     folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console)
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]

@@ -66,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "data.image_io",
         "evaluation.geneval_rules",
         "models.pretrained",
+        "models.protobuf_reader",
         "models.restricted_unpickler",
         "rewards.backbones.preprocessing",
     ),

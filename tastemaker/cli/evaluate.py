@@ -16,6 +16,7 @@ from .options import (
     Device,
     Overrides,
     RunDeviceOption,
+    SaveStepsOption,
     SearchOption,
     Tiny,
     VerifierOption,
@@ -54,6 +55,7 @@ def evaluate(
     weights: Annotated[str, typer.Option(help="Weights: live or a snapshot; default: ema if any.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Output folder; resumes if it exists.")] = None,
+    save_steps: SaveStepsOption = False,
     tiny: Tiny = False,
     device: RunDeviceOption = None,
 ) -> None:
@@ -63,16 +65,12 @@ def evaluate(
         from ..evaluation.geneval import parse_detector
         from ..training.precision import choose_placement
 
-        benchmark_run.score_folder(
-            benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata),
-            images,
+        loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
+        spec, placement = (
             parse_detector(detector, self_test=not skip_self_test),
-            out,
             choose_placement(device or "auto", "fp32"),
-            tiny=tiny,
-            console=stderr_console(),
         )
-        print_next_steps("tastemaker evaluate geneval --model RUN, to compare with a model of yours")
+        benchmark_run.score_folder(loaded, images, spec, out, placement, tiny=tiny, console=stderr_console())
         return
     from .. import api
     from ..search.settings import parse_candidates
@@ -92,6 +90,7 @@ def evaluate(
         weights=weights,
         seed=seed,
         out=out,
+        save_steps=save_steps,
         tiny=tiny,
         console=stderr_console(),
     )

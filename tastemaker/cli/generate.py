@@ -12,6 +12,7 @@ from .options import (
     Overrides,
     PromptFileOption,
     RunDeviceOption,
+    SaveStepsOption,
     SearchOption,
     Tiny,
     VerifierOption,
@@ -48,6 +49,7 @@ def generate(
         VideoFormat | None, typer.Option(help="Video format; default: mp4 if PyAV is installed.")
     ] = None,
     fps: Annotated[int, typer.Option(min=1, help="Frames per second of videos.")] = 8,
+    save_steps: SaveStepsOption = False,
     tiny: Tiny = False,
     device: RunDeviceOption = None,
 ) -> None:
@@ -67,6 +69,7 @@ def generate(
         verifier=verifier,
         scheduler=scheduler,
         num_inference_steps=num_inference_steps,
+        save_steps=save_steps,
         weights=weights,
         lora=lora,
         lora_scale=lora_scale,

@@ -27,6 +27,9 @@ SearchOption = Annotated[
     str,
     typer.Option(help="single, best_of_n, parm, ..., or settings: '{type: parm, n: 20, start_progress: 0.5}'."),
 ]
+SaveStepsOption = Annotated[
+    bool, typer.Option("--save-steps", help="Write the previews of all candidates after every step.")
+]
 VerifierOption = Annotated[str, typer.Option(help="Verifier of the search: a reward, or `run` for the run's rewards.")]
 RunDeviceOption = Annotated[Device | None, typer.Option(help="Device; default: the recipe's.")]
 PromptFileOption = Annotated[

@@ -24,6 +24,7 @@ from ..core.types import Placement
 from ..core.weights import NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
 from ..data.images import ClassImages, ImageCollection
+from ..data.joint import JointData
 from ..data.prompts import InlinePrompts
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
@@ -36,6 +37,7 @@ from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeModelConfig, JudgeRunConfig, RewardConfig, RunConfig
+from .shared_tokenizers import share_clip_tokenizer
 
 if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
@@ -69,7 +71,12 @@ def make_tiny(config: RunConfig) -> RunConfig:
 
 
 def tiny_prompt_count(config: RunConfig) -> int:
-    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is."""
+    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is.
+
+    Of joint data, one cycle of its kinds.
+    """
+    if isinstance(config.data, JointData):
+        return min(config.batch.prompts, sum(config.data.counts))
     share = 2 * config.batch.minibatches
     limit = max(share, TINY_BATCH_SIZE // config.objective.group_size)
     return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, limit - limit % share)
@@ -211,7 +218,7 @@ def build(
     return Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
-        rubric=build_rubric(config.rewards, engine.placement()),
+        rubric=build_rubric(share_clip_tokenizer(config).rewards, engine.placement()),
         data=(config.data if load_data else InlinePrompts(("",))).load(config.seed),
         engine=engine,
         directory=directory or config.directory,

@@ -17,7 +17,11 @@ import torch
 from ..core.model_spec import ModelSpec
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
-from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
+from ..core.types import (
+    ImageBatch,
+    PromptBatch,
+    QuestionAnswerBatch,
+)
 from ..data.toy import ToyImages, ToyPairs
 from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient
@@ -26,6 +30,7 @@ from ..objectives.srpo import SRPO
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
+from .data_checks import BATCH_NAMES, DATA_TYPES, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
 from .engine_rules import ENGINE_RULES
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
@@ -37,20 +42,6 @@ if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` do
 Rule = Callable[[RunConfig, int], str | None]
 CommonRule = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
-
-BATCH_NAMES = {
-    PromptBatch: "prompts",
-    ImageBatch: "captioned images",
-    PreferenceBatch: "preference pairs",
-    TokenBatch: "tokens",
-    LatentBatch: "latents",
-    QuestionAnswerBatch: "questions with answers",
-}
-DATA_TYPES = {
-    PromptBatch: "prompts or prompt_file",
-    ImageBatch: "toy_images or captioned_folder",
-    PreferenceBatch: "toy_pairs or pair_file",
-}  # registered types that yield such batches
 
 
 def check_model_process(config: RunConfig, world_size: int) -> str | None:
@@ -80,18 +71,6 @@ def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
     return (
         f"process.dynamics: the objective '{name}' needs a stochastic sampler, but this sampler is deterministic; set "
         f"process.dynamics.type to {advice} [TM782]"
-    )
-
-
-def check_objective_data(config: RunConfig, world_size: int) -> str | None:
-    batch_type, expected = config.data.batch_type, config.objective.consumes
-    if batch_type is expected or batch_type in config.objective.also_consumes:
-        return None
-    needs, yields = (BATCH_NAMES.get(kind, kind.__name__) for kind in (expected, batch_type))
-    names = component_name(config.objective), component_name(config.data)
-    advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
-    return (
-        f"data.type: the objective '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
     )
 
 
@@ -328,6 +307,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_stochastic_sampler,
     check_objective_data,
     check_reward_gradients,
+    check_joint_batch,
     check_rewards_exist,
     check_video_rewards,
     check_scored_frames,

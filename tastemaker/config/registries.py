@@ -71,6 +71,7 @@ OBJECTIVES = Registry(
     "objective",
     {
         "likelihood": "tastemaker.objectives.likelihood:Likelihood",
+        "joint_likelihood": "tastemaker.objectives.joint_likelihood:JointLikelihood",
         "reward_gradient": "tastemaker.objectives.reward_gradient:RewardGradient",
         "srpo": "tastemaker.objectives.srpo:SRPO",
         "ddpo": "tastemaker.objectives.ddpo:DDPO",
@@ -159,6 +160,7 @@ DATA = Registry(
         "pair_folder": "tastemaker.data.pairs:PairFolder",
         "toy_vqa": "tastemaker.data.toy:ToyVqa",
         "vqa_file": "tastemaker.data.vqa:VqaFile",
+        "joint": "tastemaker.data.joint:JointData",
         "playground_scenes": "tastemaker.data.playground:PlaygroundScenes",
         "playground_prompts": "tastemaker.data.playground:PlaygroundPrompts",
         "playground_signs": "tastemaker.data.playground:PlaygroundSigns",

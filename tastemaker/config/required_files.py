@@ -13,8 +13,10 @@ from ..core.types import PromptBatch
 from ..data.dataset import MAX_FINITE_LENGTH
 from ..models.pretrained import find_cached
 from ..models.weight_files import PLAYGROUND, is_shipped, shipped_weights_path
-from .check import BATCH_NAMES, compute_step_counts, settings_of
+from .check import compute_step_counts, settings_of
+from .data_checks import BATCH_NAMES
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from .shared_tokenizers import share_clip_tokenizer
 
 # Settings that name weights: a path, a hub id, or a name in the package.
 WEIGHT_SETTINGS = {"autoencoder", "init_weights", "text_encoder", "tokenizer", "transformer", "vae", "weights"}
@@ -104,7 +106,8 @@ def published_sources(config: AnyConfig) -> tuple[WeightsSource, ...]:
         return config.judge.model.sources if config.judge.model is not None else ()
     if isinstance(config, AutoencoderRunConfig):
         return config.autoencoder.sources
-    sources = [*config.model.sources, *(s for reward in config.rewards.values() for s in reward.spec.sources)]
+    rewards = share_clip_tokenizer(config).rewards
+    sources = [*config.model.sources, *(s for reward in rewards.values() for s in reward.spec.sources)]
     return tuple(dict.fromkeys(sources))
 
 

@@ -75,7 +75,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Samples that are generated while training."""
+    """Samples that are generated while training, and the settings with which the trained model is used.
+
+    `generate`, `evaluate` and exported workflows take size, steps and guidance from here.
+    """
 
     every: NonNegativeInt = 50  # steps; 0 never
     prompts: tuple[str, ...] = ()  # default: the first of the data
@@ -85,6 +88,11 @@ class SampleConfig:
     width: PositiveInt | None = None
     num_steps: PositiveInt | None = None
     guidance_scale: NonNegativeFloat | None = None  # distilled guidance for models that have it, such as FLUX
+
+    def inference_settings(self) -> dict[str, float]:
+        """Size, steps and guidance that differ from those of training, by name."""
+        settings = {name: getattr(self, name) for name in ("height", "width", "num_steps", "guidance_scale")}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
@@ -44,6 +44,9 @@ class PipelineLayout:
     component_prefixes: tuple[
         tuple[str, str], ...
     ] = ()  # components and their prefixes in the network, if several train
+    # What loads adapters: the pipeline, code that adds them to its weights, or this package only.
+    lora_loader: Literal["pipeline", "merge", "tastemaker"] = "pipeline"
+    comfyui_layer: Callable[[str], str] | None = None  # a layer's name in ComfyUI's network, if adapters have it
 
     @property
     def components(self) -> dict[str, str]:

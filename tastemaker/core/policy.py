@@ -173,6 +173,23 @@ class Backbone(TrainableModel, ABC):
             f"{type(self).__name__} cannot answer questions about images; use a model of type showo [TM099]"
         )
 
+    def joint_log_likelihood(
+        self,
+        x: Tensor,
+        noisy: Corrupted,
+        cond: Condition,
+        conversations: Sequence[Metadata],
+        question_pixels: Tensor,
+    ) -> Tensor:
+        """Mean log-likelihood [B] of a token of each sample: masked image tokens, a text, or an answer; see JointBatch.
+
+        One call of the network for all kinds.
+        """
+        raise ConfigError(
+            f"objective: {type(self).__name__} models no text, so it has no joint likelihood; expected type showo"
+            " [TM902]"
+        )
+
 
 class BackboneWrapper(Backbone):
     """A backbone around another one: the same network, shapes and autoencoder."""

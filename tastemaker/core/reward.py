@@ -16,8 +16,8 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
+from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
-from .cards import WeightsSource
 from .errors import RewardError as RewardError
 from .types import Metadata, Placement, Prompts
 
@@ -112,8 +112,10 @@ class RewardSpec(ABC):
             value, default = getattr(self, field.name), field.default
             if isinstance(value, str) and value != default and default in {source.hub for source in sources}:
                 sources = [source for source in sources if source.hub != default]
-                if not Path(value).expanduser().exists() and HUB_ID.fullmatch(value):
-                    sources.append(WeightsSource(value))
+                if value in PUBLISHED_JUDGES:
+                    sources.append(PUBLISHED_JUDGES[value])
+                elif not Path(value).expanduser().exists() and HUB_ID.fullmatch(value):
+                    sources.append(parse_hub_id(value))
         return tuple(dict.fromkeys(sources))
 
 

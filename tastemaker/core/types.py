@@ -138,6 +138,21 @@ class QuestionAnswerBatch:
 
 
 @dataclass(frozen=True)
+class JointBatch:
+    """Samples of three kinds: captioned images, texts, and questions about images with their answers."""
+
+    prompts: tuple[str, ...]  # of captioned images; empty for the others
+    pixels: Tensor  # [B, F, 3, H, W] of captioned images in [0, 1]; zero for the others
+    question_pixels: Tensor  # [B, 3, h, w] of images that questions are about; zero for the others
+    # Empty for captioned images, {"text": ...}, or {"turns": ..., "answer": ...} as in QuestionAnswerBatch.
+    conversations: tuple[Metadata, ...]
+    share: Tensor  # [B] the share of the sample's kind in the whole batch
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
 class Condition:
     """What the network is conditioned on. Only the backbone that wrote `tensors` reads them."""
 

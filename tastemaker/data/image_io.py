@@ -89,6 +89,12 @@ def video_suffix() -> Literal["mp4", "png"]:
     return "mp4" if importlib.util.find_spec("av") else "png"
 
 
+def check_video_format(video_format: str) -> None:
+    """Refuse a format of videos that cannot be written here, before anything is generated."""
+    if video_format == "mp4":
+        _import_video_io(Path("--video-format mp4"))
+
+
 def read_image(path: Path) -> Tensor:
     """The frames of an image or video in [0, 1], transparent parts over white: [F, 3, H, W]."""
     if path.is_dir():
@@ -180,6 +186,13 @@ def encode_png(pixels: Tensor) -> bytes:
     return file.getvalue()
 
 
+def encode_gif(pixels: Tensor, frames_per_second: int = 8) -> bytes:
+    """Encode pixels [F, 3, H, W] as an animated GIF."""
+    file = BytesIO()
+    _save(to_uint8(pixels), file, "GIF", frames_per_second)
+    return file.getvalue()
+
+
 @contextmanager
 def image_errors(name: str, kind: str = "an image") -> Iterator[None]:
     """Turn the exceptions of decoding a broken file into an ImageError that names it."""
@@ -211,7 +224,9 @@ def _import_video_io(path: Path) -> Any:
     try:
         from . import video_io
     except ImportError as error:
-        raise ImageError(f"{path} needs PyAV ({error}); run `pip install av`, or use .gif [TM173]") from error
+        raise ImageError(
+            f"{path} needs PyAV ({error}); run `pip install 'tastemaker[video]'`, or use .gif [TM173]"
+        ) from error
     return video_io
 
 

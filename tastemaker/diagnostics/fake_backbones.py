@@ -47,7 +47,7 @@ from ..models.pretrained_autoencoder import load_vae
 from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
-from ..models.wan import WanSpec
+from ..models.wan import NoiseLevelExperts, WanSpec
 
 ConditioningSpec = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape without batch dimension, and dtype
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
@@ -136,6 +136,16 @@ def fake_modules() -> Iterator[None]:
         del tensor_class.__deepcopy__
 
 
+class FakeExperts(NoiseLevelExperts):
+    """Runs one expert on all rows: fake timesteps cannot choose, and a call costs the same with either."""
+
+    @override
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool = False
+    ) -> tuple[Tensor]:
+        return (self.low(hidden_states, timestep, encoder_hidden_states, return_dict=False)[0],)
+
+
 def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSpec]:
     """Load a diffusers pipeline with random weights of the published sizes."""
     if not isinstance(spec, PublishedSpec):
@@ -147,6 +157,8 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
     hub = spec.weights if spec.weights in configs else spec.published.releases[0].hub
     parts = {f.name: None for f in fields(settings) if f.name in ("transformer", "unet")}
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
+    if isinstance(backbone.net, NoiseLevelExperts):
+        backbone.net.__class__ = FakeExperts
     shapes = conditioning_shapes(spec, configs[hub])
     dtypes = {name: torch.bool if name == TEXT_MASK else placement.dtype for name in shapes}
     return backbone, {name: (shape, dtypes[name]) for name, shape in shapes.items()}

@@ -26,6 +26,7 @@ from ..core.randomness import Randomness
 from ..core.reward import Rubric, Scores, WeightedReward
 from ..core.types import (
     ImageBatch,
+    JointBatch,
     LatentBatch,
     Metadata,
     PreferenceBatch,
@@ -35,6 +36,8 @@ from ..core.types import (
     select_rows,
 )
 from ..core.weights import Weights
+from ..data.joint import JointData
+from ..models.showo.model import ShowoSpec
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision
@@ -225,7 +228,19 @@ class FakeStep:
                 spec: Any = self.config.model
                 latents = torch.empty(self.rows, *model.shape[1:])
                 return LatentBatch(prompts, latents, PLANNED_AUTOENCODER, 1 / spec.scaling_factor)
+            if kind is JointBatch:
+                pixels = torch.empty(self.rows, *model.pixels)
+                return JointBatch(prompts, pixels, pixels[:, 0], self._conversations(), torch.ones(self.rows))
         return PromptBatch(prompts, ({},) * self.rows)
+
+    def _conversations(self) -> tuple[Metadata, ...]:
+        """Of joint data: texts that are truncated to the longest possible, and dialogues as long as a caption."""
+        data, spec = self.config.data, self.config.model
+        assert isinstance(data, JointData) and isinstance(spec, ShowoSpec)
+        dialogue = {"turns": ("x" * (spec.max_text_tokens // 2),), "answer": "x" * (spec.max_text_tokens // 2)}
+        kinds: tuple[Metadata, ...] = ({}, {"text": "x" * (spec.max_text_tokens + spec.shape[0])}, dialogue)
+        cycle = [kind for kind, count in zip(kinds, data.counts, strict=True) for _ in range(count)]
+        return tuple(cycle[i % len(cycle)] for i in range(self.rows))
 
 
 def fake_randomness(rows: int, mode: FakeTensorMode) -> Randomness:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from ..config.build import build, make_tiny
+from ..config.dump import to_plain
 from ..config.schema import RunConfig
 from ..console import ProgressBar, Table, make_console
 from ..core import output_paths
@@ -22,11 +24,12 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import Placement, PromptBatch
 from ..playground.network_files import TINY
+from ..rewards.folder_scorer import parse_reward
 from ..rewards.geneval import GenevalReward
-from ..search.base import RubricVerifier, Search, SearchCost
+from ..search.base import RubricVerifier, Search, SearchCost, observe_steps
 from ..search.best_of_n import SingleSample
 from ..search.flops import FlopCosts, format_flops, measure_flop_costs
-from ..search.generation import check_weights_exist
+from ..search.generation import StepImages, check_weights_exist, describe_inference
 from ..search.settings import build_verifier, check_constant_cost
 from ..training import distributed
 from ..training.device_precision import resolve_locally
@@ -72,6 +75,7 @@ class EvaluationOptions:
     detector: str = HELD_OUT_DETECTOR
     seed: int = 0
     geneval: GenevalReward = GenevalReward()  # detector and rules of GenEval
+    save_steps: bool = False  # write the previews of all candidates after every step
 
 
 def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: Path | None = None) -> Benchmark:
@@ -138,9 +142,12 @@ def evaluate_model(
     else:
         scorer = SCORERS[options.benchmark.name](TINY if tiny else options.detector, placement.device)
     model = describe_model(config, checkpoint, options, scorer.detector, tiny=tiny)
-    sample_fn = build_sample_fn(run, options, weights, tiny=tiny)
+    settings = describe_settings(config, checkpoint, options, tiny=tiny)
+    sample_fn = build_sample_fn(run, options, weights, out, tiny=tiny)
+    if (inference := describe_inference(run.sample)) and run.engine.comm.rank == 0:
+        console.print(inference, markup=False, highlight=False)
     batch_size = run.batch.rollout_batch_size or BATCH_SIZE  # the recipe may say how many samples fit
-    stages = evaluate(options.benchmark, sample_fn, scorer, out, model, batch_size, run.engine.comm)
+    stages = evaluate(options.benchmark, sample_fn, scorer, out, model, batch_size, run.engine.comm, settings)
     report = run_stages(stages, options.benchmark, out, console, run.engine.comm, progress_note)
     run.engine.close()
     return report
@@ -166,6 +173,40 @@ def describe_model(
     return ", ".join(parts)
 
 
+def describe_settings(
+    config: RunConfig, checkpoint: Path | None, options: EvaluationOptions, *, tiny: bool
+) -> dict[str, Any]:
+    """Return the weights, the search and its judge with all settings, for the report."""
+    weights = "tiny" if tiny else config.model.weights or "random"
+    judge: Any = None
+    if options.search.uses_verifier and options.verifier == "run":
+        judge = {name: to_plain(reward, None) for name, reward in config.rewards.items()}
+    elif options.search.uses_verifier:
+        spec = parse_reward(options.verifier, "--verifier")[1]
+        judge = to_plain(spec.tiny() if tiny else spec, None)
+    return {
+        "recipe": config.name or "run",
+        "weights": weights,
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "snapshot": evaluated_weights(config, options),
+        "search": to_plain(options.search, None),
+        "judge": judge,
+    }
+
+
+def summarize_settings(settings: Mapping[str, Any]) -> str:
+    """Return the weights, the search and the judge in one line, with the settings that are most often varied."""
+    search, judge = settings["search"], settings["judge"]
+    line = f"{settings['recipe']}, weights {settings['checkpoint'] or settings['weights']}, search {search['type']}"
+    line += f" with {search['n']} candidates" if "n" in search else ""
+    if judge is None:
+        return f"{line}, no judge"
+    if "type" not in judge:
+        return f"{line}, judge: the run's rewards {', '.join(judge)}"
+    details = [str(judge[name]) for name in ("weights", "question", "answer_mode") if judge.get(name)]
+    return f"{line}, judge {' '.join([judge['type'], *details])}"
+
+
 def is_evaluated(config: RunConfig, checkpoint: Path | None, options: EvaluationOptions, out: Path) -> bool:
     """Whether a directory holds the complete result of an evaluation, without building the model."""
     config = replace(config, engine=resolve_locally(config.engine)[0])
@@ -178,7 +219,9 @@ def scores_fingerprint(config: RunConfig, checkpoint: Path | None, options: Eval
     if not isinstance(options.search, SingleSample):
         verifier = (options.verifier, config.rewards if options.verifier == "run" else None)
     settings = (config.model, config.process, config.guidance, config.tuning, config.engine.precision, verifier, tiny)
-    identity = f"{(*settings, options.geneval, options.detector)!r}".encode()
+    inference = config.sample.inference_settings()
+    others = (options.geneval, options.detector, *([inference] if inference else []))
+    identity = f"{(*settings, *others)!r}".encode()
     state = (checkpoint / CHECKPOINT_STATE).read_bytes() if checkpoint else b""
     return hashlib.sha256(identity + state).hexdigest()[:12]
 
@@ -243,10 +286,11 @@ def run_stages(
     return report
 
 
-def build_sample_fn(run: Run, options: EvaluationOptions, weights: str, *, tiny: bool) -> SampleFn:
+def build_sample_fn(run: Run, options: EvaluationOptions, weights: str, out: Path = Path(), *, tiny: bool) -> SampleFn:
     """Return the function that generates samples with a run's model and the search. Sample indices seed the noise."""
     searches = not isinstance(options.search, SingleSample)
     verifier = build_verifier(options.verifier, run, tiny=tiny) if searches else RubricVerifier(run.rubric)
+    observer = StepImages(out, options.search.candidates_per_sample) if options.save_steps else None
     measured: list[FlopCosts] = []  # once, with the first batch
 
     @torch.no_grad()
@@ -254,8 +298,9 @@ def build_sample_fn(run: Run, options: EvaluationOptions, weights: str, *, tiny:
         rng = Randomness(options.seed, 0, indices.to(run.engine.device))
         snapshot = nullcontext() if weights == "live" else run.policy.weights.use(weights)
         with run.engine.autocast(), snapshot:
-            policy = sampling_policy(run.policy)
-            result = options.search.run(policy, verifier, batch, rng)
+            policy = sampling_policy(run.policy, run.sample)
+            with observe_steps(observer):
+                result = options.search.run(policy, verifier, batch, rng)
             pixels = policy.decode(result.x).float().clamp(0, 1).cpu()
             if not measured:
                 measured.append(measure_flop_costs(policy, verifier if searches else None, batch, rng))
@@ -276,6 +321,7 @@ def report_table(report: dict[str, Any]) -> Table:
     costs += f" and {format_flops(report['flops'])}" if report.get("flops") else ""
     caption.append(f"{costs} per sample")
     title = f"{report['benchmark']}: {report['prompts']} prompts, {report['images']} samples"
+    title += f"\n{escape(summarize_settings(report['settings']))}" if "settings" in report else ""
     table = Table("task", *names, title=title, caption=", ".join(caption))
     for tag in report["scores"][names[0]]:
         cells = [report["scores"][name][tag] for name in names]

@@ -78,12 +78,13 @@ def evaluate(
     model: str = "",
     batch_size: int = BATCH_SIZE,
     workers: Comm = SINGLE_PROCESS,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[StageProgress]:
     """Run the stages that are left, generating `batch_size` samples at a time. `report.json` is written last."""
     _check_directory(benchmark, out, model)
     yield from _generate_samples(benchmark, sample_fn, out, batch_size, workers)
     # A scorer needs less memory than a generator.
-    yield from _score_and_report(benchmark, scorer, out, model, max(batch_size, BATCH_SIZE), workers)
+    yield from _score_and_report(benchmark, scorer, out, model, max(batch_size, BATCH_SIZE), workers, settings)
 
 
 def evaluate_files(
@@ -103,11 +104,17 @@ def evaluate_files(
 
 
 def _score_and_report(
-    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, model: str, batch_size: int, workers: Comm
+    benchmark: Benchmark,
+    scorer: BenchmarkScorer,
+    out: Path,
+    model: str,
+    batch_size: int,
+    workers: Comm,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[StageProgress]:
     yield from _score_samples(benchmark, scorer, out, batch_size, workers)
     if workers.rank == 0 and not (out / REPORT).is_file():
-        report = build_report(benchmark, scorer, out, model, batch_size)
+        report = build_report(benchmark, scorer, out, model, batch_size, settings)
         write_text_atomically(out / REPORT, json.dumps(report, indent=1) + "\n")
     workers.barrier()
     yield StageProgress("report", benchmark.num_samples, benchmark.num_samples)
@@ -262,13 +269,19 @@ def _score_images(scorer: BenchmarkScorer, images: Sequence[Tensor], batch: Prom
 
 
 def build_report(
-    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, model: str, batch_size: int = BATCH_SIZE
+    benchmark: Benchmark,
+    scorer: BenchmarkScorer,
+    out: Path,
+    model: str,
+    batch_size: int = BATCH_SIZE,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return every score by tag with its interval, mean costs, and metrics of the whole set."""
+    """Return every score by tag with its interval, mean costs, metrics of the whole set, and the settings given."""
     rows = read_jsonl(out / SCORES)
     report: dict[str, Any] = {
         "benchmark": benchmark.name,
         "model": model,
+        **({"settings": dict(settings)} if settings else {}),
         "prompts": len(benchmark),
         "images": len(rows),
         **{name: sum(row[name] for row in rows) / len(rows) for name in COST_FIELDS},

@@ -352,7 +352,7 @@ def fetch_verified(file: PublishedFile, console: Console) -> Path:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DownloadError(
             f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy the "
-            f"file to {file.path}. To use another path, set --detector or the `weights:` of the reward [TM613]"
+            f"file to {file.path}. To use another path, set {file.setting} [TM613]"
         ) from error
     try:
         file.verify(partial)

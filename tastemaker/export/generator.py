@@ -33,7 +33,14 @@ from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
 from . import diffusers_pipeline, lora
 from .comfyui import WORKFLOWS, ComfyWorkflowSettings
 from .diffusers_pipeline import GeneratorExport as GeneratorExport
-from .model_card import ModelCardData, lora_snippet, pipeline_snippet, render_model_card
+from .model_card import (
+    ModelCardData,
+    lora_snippet,
+    original_lora_snippet,
+    pipeline_snippet,
+    render_model_card,
+    tastemaker_snippet,
+)
 from .weights import choose_checkpoint_snapshot, export_autoencoder, is_autoencoder_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,25 +153,31 @@ def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Pa
         diffusers_pipeline.save_component(net, component_tensors, out / component, options.max_shard_size)
     if options.network_only:
         return " ".join(f"The folder `{component}` replaces that of {base_model}." for component in layout.components)
-    return pipeline_snippet(layout)
+    return pipeline_snippet(layout) if layout.lora_loader != "tastemaker" else tastemaker_snippet()
 
 
 def write_comfyui(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
     """Write one file for ComfyUI and a workflow that loads it. Returns the usage for the model card."""
-    adapters, file = trained.adapters(options), f"{options.out.name}.safetensors"
-    if adapters is not None:
-        lora.write_comfyui_lora(adapters, trained.layout, out / file, options.dtype)
+    adapters, layout = trained.adapters(options), trained.layout
+    if adapters is None:
+        files = write_original_networks(options, trained, out)
     else:
-        tensors = trained.layout.to_original(trained.tensors(options.dtype), trained.net.config)
-        save_file({key: x.contiguous() for key, x in tensors.items()}, out / file, {"format": "pt"})
+        trained_prefixes = [
+            prefix
+            for prefix in layout.components.values()
+            if any(key.startswith(prefix) for key in adapters.trainable())
+        ]
+        files = [original_file_name(options, prefix) for prefix in trained_prefixes]
+        for prefix, file in zip(trained_prefixes, files, strict=True):
+            lora.write_comfyui_lora(adapters, layout, out / file, options.dtype, prefix)
     folder = "loras" if adapters is not None else "diffusion_models"
-    usage = f"Put `{file}` into ComfyUI's `models/{folder}`."
-    build_workflow = WORKFLOWS.get(trained.layout.comfyui_workflow)
+    usage = f"Put {' and '.join(f'`{file}`' for file in files)} into ComfyUI's `models/{folder}`."
+    build_workflow = WORKFLOWS.get(layout.comfyui_workflow)
     if build_workflow is None:
         return usage
-    nodes = build_workflow(workflow_settings(trained, file, is_lora=adapters is not None))
+    nodes = build_workflow(workflow_settings(trained, files[0], is_lora=adapters is not None))
     (out / "workflow.json").write_text(json.dumps(nodes, indent=1) + "\n", encoding="utf-8")
-    return f"{usage} Then open `workflow.json` in ComfyUI; it samples with the settings of the run."
+    return f"{usage} Then open `workflow.json` in ComfyUI; it samples with the settings of `sample` in the recipe."
 
 
 def write_original_layout(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
@@ -174,24 +187,47 @@ def write_original_layout(options: GeneratorExport, trained: TrainedGenerator, o
         file = f"{options.out.name}.pt"
         lora.write_original_lora(adapters, layout, out / file)
         encoders = f", including those of {', '.join(adapters.text_encoders)}" if adapters.text_encoders else ""
-        return (
+        usage = (
             f"`{file}` holds LoRA adapters under the authors' names with alpha {layout.original_lora_alpha:g}"
             f"{encoders}; `tastemaker generate RECIPE --lora` reads it too."
         )
-    file = f"{options.out.name}.safetensors"
-    net = trained.net.get_submodule(layout.components[layout.component].rstrip("."))
-    tensors = layout.to_original(trained.tensors(options.dtype), net.config)
-    save_file({key: x.contiguous() for key, x in tensors.items()}, out / file)
-    return f"`{file}` holds the network under its authors' names."
+        if adapters.text_encoders:
+            return usage
+        return f"{usage} {original_lora_snippet(file, layout.original_lora_alpha)}"
+    files = write_original_networks(options, trained, out)
+    if len(files) > 1:
+        return f"{' and '.join(f'`{file}`' for file in files)} hold the networks under their authors' names."
+    return f"`{files[0]}` holds the network under its authors' names."
+
+
+def write_original_networks(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> list[str]:
+    """Write a file for each network under its authors' names. Returns the names of the files."""
+    tensors, files = trained.tensors(options.dtype), []
+    for prefix in trained.layout.components.values():
+        net = trained.net.get_submodule(prefix.rstrip("."))
+        own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+        original = trained.layout.to_original(own, net.config)
+        files.append(original_file_name(options, prefix))
+        save_file({key: x.contiguous() for key, x in original.items()}, out / files[-1], {"format": "pt"})
+    return files
+
+
+def original_file_name(options: GeneratorExport, prefix: str) -> str:
+    """Return NAME.safetensors, or NAME-high.safetensors for the transformer whose tensors begin with `high.`."""
+    return "-".join([options.out.name, *prefix.rstrip(".").split()]) + ".safetensors"
 
 
 def workflow_settings(trained: TrainedGenerator, file: str, *, is_lora: bool) -> ComfyWorkflowSettings:
+    """The settings of the section `sample`, and those of training where it has none."""
     spec: Any = trained.config.model
     num_steps, shift = DEFAULT_COMFYUI_STEPS, 1.0
     if isinstance(process := trained.config.process, GaussianProcess):
         num_steps = process.num_steps
         shift = process.path.shift if isinstance(process.path, RectifiedFlow) else shift
-    return ComfyWorkflowSettings(file, is_lora, num_steps, shift, spec.height, spec.width, spec.guidance_scale)
+    training = {"height": spec.height, "width": spec.width, "num_steps": num_steps}
+    settings: dict[str, Any] = {**training, "guidance_scale": spec.guidance_scale}
+    settings |= trained.config.sample.inference_settings()
+    return ComfyWorkflowSettings(file, is_lora, shift=shift, **settings)
 
 
 def collect_card_data(

@@ -27,6 +27,7 @@ from ..models.pretrained import (
     load_state_dict,
 )
 from ..models.restricted_unpickler import load_pickle
+from ..models.video_checkpoint_keys import refuse_fused_layers
 
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers, and no other program, stores rank and alpha
@@ -167,18 +168,26 @@ def _pipeline_key(key: str, layout: PipelineLayout) -> str:
     return f"{component}.{key.removeprefix(prefix)}"
 
 
-def write_comfyui_lora(weights: LoraWeights, layout: PipelineLayout, path: Path, dtype: torch.dtype) -> None:
-    """Write adapters for ComfyUI: down, up and alpha of each layer, whose name has underscores for dots."""
+def write_comfyui_lora(
+    weights: LoraWeights, layout: PipelineLayout, path: Path, dtype: torch.dtype, prefix: str = ""
+) -> None:
+    """Write adapters for ComfyUI: down, up and alpha of each layer, whose name has underscores for dots.
+
+    With a `prefix`, only the adapters of the transformer whose layers begin with it.
+    """
     tensors: dict[str, Tensor] = {}
     for key, x in weights.trainable().items():
         layer, _, factor = key.partition(".lora_")
         if layer.startswith(TEXT_ENCODER_PREFIX):
             encoder, _, layer = layer.partition(".")
             number = encoder.removeprefix(TEXT_ENCODER_PREFIX).removeprefix("_")
-            prefix = f"{COMFYUI_TEXT_PREFIX}{number or 1}"
+            start = f"{COMFYUI_TEXT_PREFIX}{number or 1}"
+        elif not layer.startswith(prefix):
+            continue
         else:
-            prefix = layout.comfyui_lora_prefix
-        name = f"{prefix}_{layer.replace('.', '_')}"
+            start, layer = layout.comfyui_lora_prefix, layer.removeprefix(prefix)
+            layer = layout.comfyui_layer(layer) if layout.comfyui_layer else layer
+        name = f"{start}_{layer.replace('.', '_')}"
         tensors[name + (LORA_DOWN if factor.startswith("A") else LORA_UP)] = x.detach().to(dtype).contiguous()
         tensors[name + LORA_ALPHA] = torch.tensor(float(weights.config.lora_alpha))
     save_file(tensors, path, {"format": "pt"})
@@ -256,6 +265,8 @@ class LoraLayerNames:
             return cls(names, {}, "", None)
         for component, prefix in layout.components.items():
             names |= {f"{component}.{name.removeprefix(prefix)}": name for name in layers if name.startswith(prefix)}
+        if layout.comfyui_layer and layout.comfyui_layer is not refuse_fused_layers and not layout.component_prefixes:
+            names |= {layout.comfyui_layer(name).replace(".", "_"): name for name in layers}
         if layout.original_lora_layers is None:
             return cls(names, {}, layout.component, None)
         return cls(names, layout.original_lora_layers(layers, net), layout.component, layout.original_lora_alpha)

@@ -156,6 +156,10 @@ def lora_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
     Where two components of a pipeline have adapters, diffusers loads them one at a time, all under the name of the
     first component.
     """
+    if layout.lora_loader == "tastemaker":
+        return tastemaker_snippet()
+    if layout.lora_loader == "merge":
+        return merge_snippet(layout, base_model, file)
     lines = [f'pipeline = {layout.pipeline_class}.from_pretrained("{base_model}")']
     if not layout.component_prefixes:
         return _python_block(layout, [*lines, f'pipeline.load_lora_weights("{FOLDER_PLACEHOLDER}")'])
@@ -167,6 +171,44 @@ def lora_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
         lines += [f'{component} = {{{renamed}: x for key, x in tensors if key.startswith("{component}.")}}']
         lines += [f'pipeline.load_lora_weights({component}, adapter_name="{component}"{option})']
     return _python_block(layout, ["from safetensors.torch import load_file", *lines])
+
+
+def merge_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
+    """Return Python code that adds exported adapters to the weights of a pipeline that loads none itself."""
+    lines = [
+        "from safetensors.torch import load_file",
+        "",
+        f'pipeline = {layout.pipeline_class}.from_pretrained("{base_model}")',
+        f'factors = load_file("{FOLDER_PLACEHOLDER}/{file}")',
+        'for key in [key for key in factors if key.endswith(".lora_A.weight")]:',
+        '    component, _, layer = key.removesuffix(".lora_A.weight").partition(".")',
+        "    weight = getattr(pipeline, component).get_submodule(layer).weight",
+        '    down, up = factors[key], factors[key.replace("lora_A", "lora_B")]',
+        "    weight.data += (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight)",
+    ]
+    return _python_block(layout, lines)
+
+
+def tastemaker_snippet() -> str:
+    """Return Python code that samples from an exported folder with this package, for models that diffusers lacks."""
+    generate = f'videos = tastemaker.generate("{FOLDER_PLACEHOLDER}", ["a lighthouse at dusk"], out="videos")'
+    return "\n".join(
+        ["diffusers has no pipeline for this model.", "", "```python", "import tastemaker", "", generate, "```"]
+    )
+
+
+def original_lora_snippet(file: str, alpha: float) -> str:
+    """Return Python code that adds adapters to the weights of the model in its authors' code."""
+    lines = [
+        "import torch",
+        "",
+        f'factors = torch.load("{FOLDER_PLACEHOLDER}/{file}", weights_only=True)',
+        'for key in [key for key in factors if key.endswith(".lora_A.weight")]:',
+        '    layer = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))',
+        '    down, up = factors[key], factors[key.replace("lora_A", "lora_B")]',
+        f"    layer.weight.data += {alpha:g} / len(down) * (up @ down).to(layer.weight)",
+    ]
+    return "\n".join(["With `model` built by the authors' code:", "", "```python", *lines, "```"])
 
 
 def _python_block(layout: PipelineLayout, lines: list[str]) -> str:

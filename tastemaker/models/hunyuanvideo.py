@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
-from .checkpoint_keys import reject_unknown_names
 from .component_configs import CLIP_L, ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -26,6 +25,7 @@ from .video_backbone import (
     VideoSide,
     VideoTransformerSpec,
 )
+from .video_checkpoint_keys import hunyuanvideo_to_original, refuse_fused_layers
 
 COMPRESSION = VideoCompression(channels=16, spatial_ratio=8, temporal_ratio=4)
 CLIP_MAX_TOKENS = 77
@@ -183,7 +183,13 @@ class HunyuanVideoSpec(VideoTransformerSpec):
     backbone_class = HunyuanVideoBackbone
     compression = COMPRESSION
     text_encoders = ("text_encoder", "text_encoder_2")
-    layout: ClassVar[PipelineLayout] = PipelineLayout("HunyuanVideoPipeline", "transformer", "", reject_unknown_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "HunyuanVideoPipeline",
+        "transformer",
+        "lora_unet",
+        hunyuanvideo_to_original,
+        comfyui_layer=refuse_fused_layers,
+    )
 
     def load_text_encoders(self, components: PipelineComponents) -> HunyuanPromptEncoder:
         return HunyuanPromptEncoder(components, self.max_text_tokens)

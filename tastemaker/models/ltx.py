@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
-from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -24,6 +23,7 @@ from .video_backbone import (
     VideoSide,
     VideoTransformerSpec,
 )
+from .video_checkpoint_keys import ltx_layer_name, ltx_to_original
 
 COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8, patch_size=1)
 CONFIGS: ComponentConfigs = {
@@ -110,7 +110,9 @@ class LtxSpec(VideoTransformerSpec):
     published: ClassVar[PublishedModel] = LTX
     backbone_class = LtxBackbone
     compression = COMPRESSION
-    layout: ClassVar[PipelineLayout] = PipelineLayout("LTXPipeline", "transformer", "", reject_unknown_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "LTXPipeline", "transformer", "lora_unet", ltx_to_original, comfyui_layer=ltx_layer_name
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
-from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -27,6 +26,7 @@ from .video_backbone import (
     VideoTransformerSpec,
     latents_needed,
 )
+from .video_checkpoint_keys import mochi_to_original, refuse_fused_layers
 
 COMPRESSION = VideoCompression(channels=12, spatial_ratio=8, temporal_ratio=6)
 CONFIGS: ComponentConfigs = {
@@ -113,7 +113,9 @@ class MochiSpec(VideoTransformerSpec):
     published: ClassVar[PublishedModel] = MOCHI
     backbone_class = MochiBackbone
     compression = COMPRESSION
-    layout: ClassVar[PipelineLayout] = PipelineLayout("MochiPipeline", "transformer", "", reject_unknown_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "MochiPipeline", "transformer", "lora_unet", mochi_to_original, comfyui_layer=refuse_fused_layers
+    )
 
     def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
         return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=True)

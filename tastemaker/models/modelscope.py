@@ -205,7 +205,9 @@ class ModelscopeSpec(VideoUnetSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = MODELSCOPE
-    layout: ClassVar[PipelineLayout] = PipelineLayout("TextToVideoSDPipeline", "unet", "lora_unet", unet_to_original)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "TextToVideoSDPipeline", "unet", "lora_unet", unet_to_original, lora_loader="merge"
+    )
 
     def load(self, placement: Placement) -> VideoUnetBackbone:
         from diffusers import AutoencoderKL

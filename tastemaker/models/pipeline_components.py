@@ -25,7 +25,8 @@ from .component_configs import ComponentConfigs
 from .deferred_loading import defer_weights, open_folder
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
-from .pretrained import WeightsSource, detect_weight_format, find_weights, silence_libraries
+from .pretrained import PIPELINE_INDEX, WeightsSource, detect_weight_format, find_weights, silence_libraries
+from .sentencepiece_tokenizer import load_t5_tokenizer, needs_conversion
 from .text_encoders import ByteTokenizer, CachedTextEncoder, TextEncoder, TextEncoders
 
 TINY = "tiny"  # `weights: tiny`: small random networks, for tests
@@ -149,13 +150,23 @@ class PipelineComponents:
                 )
             self.configs = known[hub]
 
+    def folder(self, component: str) -> Path:
+        """Return the folder of a component; a folder of one text encoder holds it and its tokenizer at its root."""
+        if self.path is None:
+            raise ValueError(f"random weights have no folder of '{component}' [TM890]")
+        folder = self.path / component
+        is_text = component.startswith(("text_encoder", "tokenizer"))
+        if is_text and not folder.is_dir() and (self.path / "config.json").is_file():
+            return folder if (self.path / PIPELINE_INDEX).is_file() else self.path
+        return folder
+
     def config(self, component: str) -> dict[str, Any]:
         """Return the settings of a network or scheduler."""
         if self.path is None:
             return dict(self.configs.get(component, {}))
         name = "scheduler_config.json" if component.startswith("scheduler") else "config.json"
         try:
-            config: dict[str, Any] = json.loads((self.path / component / name).read_text(encoding="utf-8"))
+            config: dict[str, Any] = json.loads((self.folder(component) / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.path} does not have a readable {component}/{name}; give a folder in diffusers' layout [TM499]"
@@ -202,7 +213,7 @@ class PipelineComponents:
         with silence_libraries():
             vocab_size = net.config.get_text_config().vocab_size
             tokenizer_object: Any = (
-                ByteTokenizer(vocab_size) if self.path is None else load_tokenizer(self.path / tokenizer)
+                ByteTokenizer(vocab_size) if self.path is None else load_tokenizer(self.folder(tokenizer))
             )
         return TextEncoder(net, tokenizer_object, max_length, self.placement.device, component)
 
@@ -210,7 +221,7 @@ class PipelineComponents:
         """Load a frozen transformers encoder, on the CPU."""
         with silence_libraries():
             if self.path is not None:
-                net = load_pretrained(network_class, self.path / component, self.placement.dtype)
+                net = load_pretrained(network_class, self.folder(component), self.placement.dtype)
             else:
                 config = network_class.config_class(**self.configs[component])
                 net = self._init_random(lambda: network_class(config), torch.device("cpu"), self.placement.dtype)
@@ -234,7 +245,7 @@ class PipelineComponents:
             config = json.dumps([self.config(component), self.seed], sort_keys=True, default=str)
             return hashlib.sha256(config.encode()).hexdigest()[:16]
         # Only some folders hold a copy in half precision, model.fp16.safetensors: it must not change the digest.
-        files = sorted(file for file in (self.path / component).glob("*.safetensors") if file.name.count(".") == 1)
+        files = sorted(file for file in self.folder(component).glob("*.safetensors") if file.name.count(".") == 1)
         return hashlib.sha256("".join(map(fingerprint_file, files)).encode()).hexdigest()[:16] if files else ""
 
     def _load_diffusers(
@@ -313,6 +324,8 @@ def load_tokenizer(path: Path) -> Any:
     """Load a tokenizer of transformers from a folder."""
     from transformers import AutoTokenizer
 
+    if needs_conversion(path):
+        return load_t5_tokenizer(path)
     loader: Any = AutoTokenizer
     try:
         return loader.from_pretrained(path, local_files_only=True)

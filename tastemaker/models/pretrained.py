@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..core.cards import PUBLISHED_JUDGES, parse_hub_id
 from ..core.cards import WeightsSource as WeightsSource
 from ..core.registry import ConfigError
 from .restricted_unpickler import load_pickle
@@ -46,15 +47,45 @@ def find_weights(name: str, source: WeightsSource) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    cached = _find_in_cache(name, source)
+    source = PUBLISHED_JUDGES.get(name, source)
+    cached = _find_in_cache(source.hub if name in PUBLISHED_JUDGES else name, source)
     if cached is None:
-        download = name if HUB_ID.fullmatch(name) and name != source.hub else source
+        download = _recommended_download(name, source)
         gated = ", gated: request access on its page" if source.gated else ""
         raise ConfigError(
             f"the weights '{name:.200}' were not found; give a local path, or download {source} ({source.size}, "
             f"{source.license}{gated}) with `tastemaker download {download}` [TM505]"
         )
     return cached
+
+
+def _recommended_download(name: str, source: WeightsSource) -> WeightsSource | str:
+    """What `tastemaker download` should be given if the weights `name` are missing.
+
+    A name such as ckpts/parm looks like a hub id; it means the published weights of that name.
+    """
+    last = Path(name).name
+    if last in PUBLISHED_JUDGES:
+        return last
+    is_local = Path(name).parent != Path() and Path(name).parent.is_dir()
+    return name if HUB_ID.fullmatch(name) and name != source.hub and not is_local else source
+
+
+def find_published_file(name: str, source: WeightsSource, key: str, aliases: Sequence[str] = ()) -> Path:
+    """The file of a path or hub name; of a folder the published file itself, or one of its aliases, never another."""
+    path = find_weights(name, source)
+    if not path.is_dir():
+        return path
+    for file in (source.file, *aliases):
+        if (path / file).is_file():
+            return path / file
+    found = sorted(file.name for file in path.iterdir() if file.suffix in {".safetensors", *PICKLE_SUFFIXES})
+    has = f"it has {', '.join(found[:4])}" if found else "it has no weights"
+    raise ConfigError(
+        f"{key} is the folder '{name:.200}', which has no {' or '.join((source.file, *aliases))} ({has}); download it "
+        f"with `tastemaker download {source}`, or name the file itself"
+        " [TM880]"
+    )
 
 
 def find_cached(source: WeightsSource) -> Path | None:
@@ -70,9 +101,21 @@ def _find_in_cache(name: str, source: WeightsSource) -> Path | None:
         if name == source.hub and source.file:
             path = try_to_load_from_cache(name, source.file)
             return Path(path) if isinstance(path, str) else None
+        if name == source.hub and source.folder:
+            return _find_cached_folder(source)
+        if name.count("/") > 1 and (inside := parse_hub_id(name)).folder:
+            return _find_cached_folder(inside)
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def _find_cached_folder(source: WeightsSource) -> Path | None:
+    """The downloaded folder of a repository; its config.json is downloaded last."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(source.hub, f"{source.folder}/config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def select_needed_files(names: Sequence[str]) -> list[str]:

@@ -248,7 +248,9 @@ class SvdSpec(VideoSpec):
     seed: int = 0  # of random weights and of the noise on the image
     published: ClassVar[PublishedModel] = SVD
     text_encoders = ()
-    layout: ClassVar[PipelineLayout] = PipelineLayout("StableVideoDiffusionPipeline", "unet", "", reject_unknown_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "StableVideoDiffusionPipeline", "unet", "", reject_unknown_names, lora_loader="merge"
+    )
 
     def __post_init__(self) -> None:
         check_image_size(self.height, self.width)

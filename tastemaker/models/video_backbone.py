@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
+from .decoder_tiles import decode_in_tiles
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
 from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
 from .text_encoders import TextEncoder, TextEncoders, disable_autocast
-from .tiled_decoding import decode_in_tiles
 
 VideoSide = Annotated[int, Field(ge=16, le=4096)]
 TextTokenCount = Annotated[int, Field(ge=1, le=1024)]

@@ -104,7 +104,8 @@ def load_clip_tokenizer(folder: Path) -> Any:
     """Load CLIP's tokenizer from the checkpoint's folder or the download cache; padding is id 0, as in open_clip."""
     from transformers import CLIPTokenizer
 
-    local = [place for place in (folder, folder / "tokenizer") if (place / "tokenizer.json").is_file()]
+    files = ("tokenizer.json", "vocab.json")
+    local = [place for place in (folder, folder / "tokenizer") if any((place / file).is_file() for file in files)]
     path = local[0] if local else find_weights(CLIP_TOKENIZER.hub, CLIP_TOKENIZER)
     loader: Any = CLIPTokenizer
     with silence_libraries():
@@ -133,6 +134,7 @@ class VideocrafterSpec(VideoUnetSpec):
         "lora_unet",
         lvdm_checkpoint.unet_to_original,
         original_lora_layers=lvdm_checkpoint.original_lora_layers,
+        lora_loader="tastemaker",
     )
 
     def __post_init__(self) -> None:

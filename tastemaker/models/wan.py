@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -34,6 +33,7 @@ from .video_backbone import (
     encode_with_t5,
     latents_needed,
 )
+from .video_checkpoint_keys import wan_layer_name, wan_to_original
 
 TEMPORAL_RATIO = 4  # frames per latent, after the first
 EXPERT_PREFIXES = (("transformer", "high."), ("transformer_2", "low."))  # components of 2.2, and their keys' prefixes
@@ -103,7 +103,7 @@ WAN = PublishedModel(
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": WAN_1B,
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": WAN_14B,
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers": WAN_5B,
-        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": WAN_14B,  # of each of its two transformers
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {**WAN_14B, "transformer_2": WAN_14B["transformer"]},
     },
 )
 
@@ -160,10 +160,10 @@ class WanBackbone(VideoBackbone):
         from diffusers import WanTransformer3DModel
 
         boundary_ratio = self.spec.boundary_ratio
-        if components.full_size and boundary_ratio is not None:
+        if components.full_size and boundary_ratio is not None and "transformer_2" not in components.configs:
             raise ConfigError(
-                "model.boundary_ratio: random weights of a published size have one transformer only; remove "
-                "model.boundary_ratio [TM542]"
+                f"model.boundary_ratio: '{self.spec.weights:.100}' has one transformer; remove model.boundary_ratio "
+                "[TM542]"
             )
         first = components.load_trainable("transformer", WanTransformer3DModel)
         if boundary_ratio is not None:
@@ -267,7 +267,14 @@ class WanSpec(VideoTransformerSpec):
     @property
     def layout(self) -> PipelineLayout:
         prefixes = () if self.boundary_ratio is None else EXPERT_PREFIXES
-        return PipelineLayout("WanPipeline", "transformer", "", reject_unknown_names, component_prefixes=prefixes)
+        return PipelineLayout(
+            "WanPipeline",
+            "transformer",
+            "lora_unet",
+            wan_to_original,
+            comfyui_layer=wan_layer_name,
+            component_prefixes=prefixes,
+        )
 
     def load_text_encoders(self, components: PipelineComponents) -> WanPromptEncoder:
         return WanPromptEncoder(components, self.max_text_tokens)

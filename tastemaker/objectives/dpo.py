@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.objective import Context, Objective, drop_prompts, require_settings
+from ..core.objective import Context, Objective, drop_prompts, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
-from ..core.types import Condition, Corrupted, Loss, PreferenceBatch
+from ..core.types import Condition, Corrupted, Loss, PreferenceBatch, PromptBatch
+from .reward_guidance import RewardGuidanceBatch, check_guidance_name, guidance_loss, make_guidance_batch
 
 NoiseSharing = Literal["shared", "timestep", "independent"]  # of a pair: noise and timestep, timestep only, nothing
 
@@ -28,6 +29,7 @@ class PreferenceExperience:
     weight: Tensor  # [B] 0 for a pair without a preference
     rng: Randomness
     reward: Tensor  # [B] mean reward of the prompt's samples; 0 for data without rewards
+    reward_guidance: RewardGuidanceBatch | None = None
 
     def __len__(self) -> int:
         return len(self.cond)
@@ -75,7 +77,8 @@ def dpo_loss(
 class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
     """DPO on a data set of preference pairs.
 
-    Diffusion-DPO writes beta/2 where this has beta: its 5000 is 2500 here.
+    Diffusion-DPO writes beta/2 where this has beta: its 5000 is 2500 here. With `reward_guidance_coef` the log reward
+    of a judge on the model's own samples of the same prompts is maximized too (PARM-guided DPO).
     """
 
     beta: float = 0.1
@@ -83,6 +86,9 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
     noise_sharing: NoiseSharing = "shared"
     num_timesteps: int = 1  # corruptions of each pair
     prompt_dropout: float = 0.0  # share of pairs without their prompt, so that classifier-free guidance keeps working
+    reward_guidance_coef: float = 0.0  # weight of -log reward
+    reward_guidance_name: str = ""  # name of that reward; the weighted sum of all if empty
+    reward_guidance_samples: int = 2  # per prompt, if guided: the first is scored against the mean of the others
     consumes: ClassVar[type] = PreferenceBatch
 
     def __post_init__(self) -> None:
@@ -94,6 +100,13 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
                 f"'prompt_dropout': expected a fraction from 0 to 1, got {self.prompt_dropout}; correct "
                 "'prompt_dropout' [TM303]"
             )
+        valid = self.reward_guidance_coef >= 0 and self.reward_guidance_samples >= 2
+        settings = "reward_guidance_coef reward_guidance_samples"
+        require_settings(self, settings, valid, "a coefficient of at least 0 and at least two samples")
+        check_guidance_name(self.reward_guidance_name, self.reward_guidance_coef)
+
+    def samples_per_prompt(self) -> int:
+        return self.reward_guidance_samples if self.reward_guidance_coef else 0
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
@@ -105,12 +118,27 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
         dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
         cond = ctx.policy.embed(drop_prompts(batch.prompts, dropped))
         zeros = torch.zeros(len(batch), device=device)
-        return PreferenceExperience(cond, chosen, rejected, zeros + 1, ctx.rng, zeros)
+        pairs = PreferenceExperience(cond, chosen, rejected, zeros + 1, ctx.rng, zeros)
+        if not self.reward_guidance_coef:
+            return pairs
+        samples, prompts = self.reward_guidance_samples, PromptBatch(tuple(batch.prompts), ({},) * len(batch))
+        trajectory, _, scores = rollout_and_score(ctx, prompts, samples)
+        guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, samples)
+        return replace(pairs, reward=scores.total.view(-1, samples).mean(1), reward_guidance=guidance)
+
+    def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
+        return {"reward/mean": experience.reward} if self.reward_guidance_coef else {}
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
-        return range(self.num_timesteps)
+        guidance_parts = len(experience.reward_guidance.trajectory.segments) if experience.reward_guidance else 0
+        return range(self.num_timesteps + guidance_parts)
 
     def loss(self, ctx: Context[Process], experience: PreferenceExperience, part: int) -> Loss:
+        """The DPO loss at one corruption for the first `num_timesteps` parts, then the reward guidance by segment."""
+        if part >= self.num_timesteps:
+            assert experience.reward_guidance is not None  # or `parts` would end before
+            loss = guidance_loss(ctx.policy, experience.reward_guidance, part - self.num_timesteps)
+            return Loss(self.reward_guidance_coef * loss.rows, loss.metrics)
         corrupted = corrupt_pair(ctx.policy, experience, self.noise_sharing, ctx.epoch * self.num_timesteps + part)
         loss = dpo_loss(ctx.policy, experience, corrupted, self.beta, self.sft_coef)
         return Loss(loss.rows / self.num_timesteps, loss.metrics)

@@ -1,4 +1,4 @@
-"""Online and iterative DPO on the model's own samples, and PARM-guided DPO (Guo et al. 2025)."""
+"""Online and iterative DPO on the model's own samples, with reward guidance if asked for."""
 
 from __future__ import annotations
 
@@ -12,70 +12,15 @@ from torch import Tensor
 
 from ..core.objective import Context, Objective, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
-from ..core.registry import ConfigError
-from ..core.reward import Scores
-from ..core.types import Loss, PromptBatch, Trajectory, select_rows
+from ..core.types import Loss, PromptBatch, select_rows
 from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss
-from .ppo import clipped_surrogate
+from .reward_guidance import check_guidance_name, guidance_loss, make_guidance_batch
 
 ROUND_SNAPSHOT = "round"  # the weights at the start of a round
-MIN_REWARD = 0.01  # before the logarithm: the published 1e-7 lets one bad sample outweigh all good ones
-GUIDANCE_CLIP_RANGE = 0.2  # of ratios, which differ from 1 if samples are of earlier weights
 
 
 @dataclass(frozen=True)
-class RewardGuidanceBatch:
-    """The first sample of each prompt, for the loss -log reward of PARM-guided DPO."""
-
-    trajectory: Trajectory
-    advantage: Tensor  # [B] log reward minus the mean log reward of the prompt's other samples
-
-    def __len__(self) -> int:
-        return len(self.trajectory)
-
-
-def make_guidance_batch(
-    trajectory: Trajectory, scores: Scores, reward_name: str, group_size: int
-) -> RewardGuidanceBatch:
-    """Advantages of the log reward named, or of the weighted sum if no name is given."""
-    if reward_name and reward_name not in scores.rewards:
-        raise ConfigError(
-            f"objective.reward_guidance_name: unknown reward '{reward_name:.60}'; choose one of "
-            f"{', '.join(scores.rewards)} [TM310]"
-        )
-    if not trajectory.segments:
-        raise ConfigError(
-            "objective.reward_guidance_coef: the sampler is deterministic, so its actions have no probabilities "
-            "to raise; use a stochastic sampler (process.dynamics), or set objective.reward_guidance_coef=0 "
-            "[TM311]"
-        )
-    reward = scores.rewards[reward_name] if reward_name else scores.total
-    log_reward = reward.clamp(min=MIN_REWARD).log().view(-1, group_size)
-    first = torch.arange(len(log_reward), device=log_reward.device) * group_size
-    return RewardGuidanceBatch(select_rows(trajectory, first), log_reward[:, 0] - log_reward[:, 1:].mean(1))
-
-
-def guidance_loss(policy: Policy[Process], batch: RewardGuidanceBatch, part: int) -> Loss:
-    """Policy-gradient loss of E[-log reward] on one segment.
-
-    The published term is a constant without gradient. This one has the gradient of its expectation over samples.
-    """
-    segment = batch.trajectory.segments[part]
-    log_prob = policy.action_distribution(batch.trajectory.cond, segment).log_prob(segment.action)
-    objective, metrics = clipped_surrogate(log_prob, segment, batch.advantage, GUIDANCE_CLIP_RANGE)
-    metrics = {f"reward_guidance/{name}": value for name, value in metrics.items()}
-    return Loss(-(objective * segment.mask).sum(1), metrics)
-
-
-@dataclass(frozen=True)
-class OnlinePairs(PreferenceExperience):
-    """Preference pairs of the model's own samples."""
-
-    reward_guidance: RewardGuidanceBatch | None = None
-
-
-@dataclass(frozen=True)
-class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
+class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
     """DPO on the model's own samples: of each prompt's group, the best is preferred to the worst.
 
     With `round_steps` it is iterative DPO: all samples of a round come from the weights at its start. Random numbers
@@ -103,11 +48,7 @@ class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
             )
         valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
         require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")
-        if self.reward_guidance_name and not self.reward_guidance_coef:
-            raise ValueError(
-                f"'reward_guidance_name' is {self.reward_guidance_name!r:.60}, but 'reward_guidance_coef' is 0; "
-                "set 'reward_guidance_coef' to a weight such as 0.1, or remove 'reward_guidance_name' [TM313]"
-            )
+        check_guidance_name(self.reward_guidance_name, self.reward_guidance_coef)
 
     def experience_per_prompt(self) -> int:
         return 1
@@ -126,7 +67,7 @@ class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
         return policy.weights.use(ROUND_SNAPSHOT) if self.round_steps else nullcontext()
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Process], batch: PromptBatch) -> OnlinePairs:
+    def collect(self, ctx: Context[Process], batch: PromptBatch) -> PreferenceExperience:
         # Pairs need no log-probabilities, which some samplers compute in an extra pass.
         process = ctx.policy.process if self.needs_log_probs() else ctx.policy.process.with_sampled_log_probs()
         with self._sampling_weights(ctx.policy):
@@ -141,16 +82,16 @@ class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
         guidance = None
         if self.reward_guidance_coef:
             guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, self.group_size)
-        return OnlinePairs(cond, final[best], final[worst], has_preference, ctx.rng, groups.mean(1), guidance)
+        return PreferenceExperience(cond, final[best], final[worst], has_preference, ctx.rng, groups.mean(1), guidance)
 
-    def metrics(self, experience: OnlinePairs) -> dict[str, Tensor]:
+    def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
         return {"reward/mean": experience.reward, "zero_std_groups": (1 - experience.weight).mean()}
 
-    def parts(self, experience: OnlinePairs) -> Sequence[int]:
+    def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         guidance_parts = len(experience.reward_guidance.trajectory.segments) if experience.reward_guidance else 0
         return range(self.num_timesteps + guidance_parts)
 
-    def loss(self, ctx: Context[Process], experience: OnlinePairs, part: int) -> Loss:
+    def loss(self, ctx: Context[Process], experience: PreferenceExperience, part: int) -> Loss:
         """The DPO loss at one corruption for the first `num_timesteps` parts, then the reward guidance by segment."""
         if part >= self.num_timesteps:
             assert experience.reward_guidance is not None  # or `parts` would end before

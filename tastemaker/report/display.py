@@ -45,14 +45,14 @@ def show(
             [0, 1], the directory of a run or of images, a run from `build`, or a policy. A run generates samples with
             its current weights and scores them; the directory of a run shows the last samples of its training.
         prompts: what a run or a policy generates, by default the run's own prompts; captions of other samples.
-        count: at most so many samples.
+        count: at most this many samples.
         score: the score in the captions, by default the first.
         rubric: rewards to score the samples with, such as `run.rubric`.
         seed: of the noise of a run or policy.
         step: of the samples in the directory of a run.
     """
-    found = collect_samples(samples, count=count, prompts=prompts, seed=seed, step=step)
-    return draw_samples(score_samples(found, rubric) if rubric else found, columns, score, title)
+    sample_set = collect_samples(samples, count=count, prompts=prompts, seed=seed, step=step)
+    return draw_samples(score_samples(sample_set, rubric) if rubric else sample_set, columns, score, title)
 
 
 def compare(

@@ -77,9 +77,9 @@ def collect_samples(
     elif isinstance(source, Sequence) and source:
         samples = collect_list(source)
     else:
-        found = "an empty list" if isinstance(source, Sequence) else f"a {type(source).__name__}"
+        kind = "an empty list" if isinstance(source, Sequence) else f"a {type(source).__name__}"
         raise ConfigError(
-            f"cannot show {found}; expected "
+            f"cannot show {kind}; expected "
             "files from generate(), images, a tensor, the directory of a run, a run or a policy [TM834]"
         )
     if not any(samples.prompts):
@@ -127,15 +127,15 @@ def split_tensor(pixels: Tensor) -> tuple[Tensor, ...]:
 def read_files(paths: Sequence[Path]) -> SampleSet:
     """Read images and videos, with prompts, scores and verdicts from the metadata beside them."""
     rows = {folder: read_metadata(folder) for folder in {path.parent for path in paths}}
-    found = [rows[path.parent].get(path.name, {}) for path in paths]
-    seeds = {row.get("seed") for row in found}
-    verdicts = [next((bool(row[name]) for name in VERDICTS if row.get(name) in (0, 1)), None) for row in found]
-    scores = [{name: float(row[name]) for name in ("score", *VERDICTS) if is_finite(row.get(name))} for row in found]
+    metadata = [rows[path.parent].get(path.name, {}) for path in paths]
+    seeds = {row.get("seed") for row in metadata}
+    verdicts = [next((bool(row[name]) for name in VERDICTS if row.get(name) in (0, 1)), None) for row in metadata]
+    scores = [{name: float(row[name]) for name in ("score", *VERDICTS) if is_finite(row.get(name))} for row in metadata]
     folders = {path.parent.name for path in paths}
     return SampleSet(
         name=folders.pop() if len(folders) == 1 else "",
         pixels=tuple(read_image(path) for path in paths),
-        prompts=tuple(str(row.get("prompt", "")) for row in found),
+        prompts=tuple(str(row.get("prompt", "")) for row in metadata),
         scores=tuple(scores) if any(scores) else (),
         verdicts=tuple(verdicts) if any(verdict is not None for verdict in verdicts) else (),
         seed=seed if len(seeds) == 1 and isinstance(seed := seeds.pop(), int) else None,

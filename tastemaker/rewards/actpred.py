@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 from ..models.pretrained import WeightsSource, find_weights
-from .backbones.frozen_models import TINY, load_network, random_network
+from .backbones.frozen_models import TINY, load_network, random_network, require_model_type
 from .backbones.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 VIDEOMAE = WeightsSource("MCG-NJU/videomae-base-finetuned-kinetics", size="0.35 GB", license="CC-BY-NC-4.0")
@@ -145,5 +145,6 @@ def load_action_classifier(weights: str, placement: Placement) -> ActionClassifi
         )  # fmt: skip
         return ActionClassifier(random_network(model_class, config, placement), placement)
     path = find_weights(weights, VIDEOMAE)
+    require_model_type(path, "videomae", "`weights` of actpred")
     config = VideoMAEConfig.from_pretrained(path, local_files_only=True)
     return ActionClassifier(load_network(model_class, config, path, placement), placement)

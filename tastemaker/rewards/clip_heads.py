@@ -16,14 +16,22 @@ from torch import Tensor, nn
 from ..core.registry import ConfigError
 from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
-from ..models.pretrained import WeightsSource, find_weights, load_state_dict, load_weights_into
+from ..models.pretrained import WeightsSource, find_published_file, load_state_dict, load_weights_into
 from .backbones.dual_encoder import CLIP_L, ClipImageEncoder, ClipResizeMode, load_clip_image_encoder
 from .backbones.frozen_models import TINY
+from .backbones.published_files import CONTENTS, PublishedFile, require_contents
 
 AESTHETIC_HEAD = WeightsSource(
     "trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", "3.7 MB", "Apache-2.0 upstream"
 )
+AESTHETIC_FILES = ("sac+logos+ava1-l14-linearMSE.pth", "sa_0_4_vit_l_14_linear.pth")  # LAION's own names
 VADER = "https://github.com/mihirp1998/VADER"  # its heads are in `assets/` of the repository, not on the Hub
+VADER_HEADS = {
+    file: PublishedFile(
+        file, f"{VADER}/raw/HEAD/assets/{file}", "", size, "no license", "vader-heads", "the `head:` of the reward"
+    )
+    for file, size in (("rainy_reward.pt", "3.7 MB"), ("snowy_reward.pt", "3.7 MB"), ("compression_reward.pt", "2 MB"))
+}
 MEMORY = "1.2 GB, half of it in 16 bits"
 
 
@@ -37,6 +45,17 @@ class HeadLayout:
 
 LAION_LAYOUT = HeadLayout(((0, 2, 4, 6, 7), (0,)))  # five layers or one, with only dropout between them
 VADER_LAYOUT = HeadLayout(((0, 3, 6, 9), (0, 3, 6, 9, 12)), relu=True)  # of its checkpoint, and of its class
+
+
+# Outputs of the published heads, before a sigmoid, for six random unit embeddings. They tell apart heads of one shape.
+PROBE_SEED, PROBE_WIDTH = 21, 768
+RECORDED_OUTPUTS = {
+    "the aesthetic head": (4.7252, 5.4189, 5.6176, 5.2211, 5.8769, 4.9469),
+    "the head of rain": (-2.2123, -2.5665, -2.1302, -0.6588, -3.1004, -0.8424),
+    "the head of snow": (-4.4735, -0.7409, -1.8092, -2.3329, -0.2101, -1.2781),
+    "the compression head": (1.4474, 10.5425, 11.7492, 10.1544, 13.4941, 14.4269),
+}
+RECORDED_FILES = ("sac+logos+ava1-l14-linearMSE.pth", "rainy_reward.pt", "snowy_reward.pt", "compression_reward.pt")
 
 
 class ClipHeadReward(RewardSpec):
@@ -77,7 +96,7 @@ class AestheticReward(ClipHeadReward):
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> ClipHeadScorer:
-        return load_clip_head(self, self.head, AESTHETIC_HEAD, LAION_LAYOUT, placement)
+        return load_clip_head(self, self.head, AESTHETIC_HEAD, LAION_LAYOUT, placement, "the aesthetic head")
 
     def transform(self, output: Tensor) -> Tensor:
         return output if self.target is None else -(output - self.target).abs()
@@ -92,7 +111,7 @@ class WeatherReward(ClipHeadReward):
 
     kind: Literal["rainy", "snowy"] = "rainy"
     weights: str = CLIP_L.hub
-    head: str = ""  # a path; `rainy_reward.pt` or `snowy_reward.pt` in the working directory if empty
+    head: str = ""  # a path; if empty, `rainy_reward.pt` or `snowy_reward.pt` here, or as downloaded
     resize_mode: ClipResizeMode = "stretch"
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
@@ -105,7 +124,8 @@ class WeatherReward(ClipHeadReward):
 
     def load(self, placement: Placement) -> ClipHeadScorer:
         file = f"{self.kind}_reward.pt"
-        return load_clip_head(self, self.head or file, f"assets/{file} of {VADER}", LAION_LAYOUT, placement)
+        contents = "the head of rain" if self.kind == "rainy" else "the head of snow"
+        return load_clip_head(self, self.head or file, VADER_HEADS[file], LAION_LAYOUT, placement, contents)
 
     def transform(self, output: Tensor) -> Tensor:
         return output.sigmoid()
@@ -120,7 +140,7 @@ class CompressionScoreReward(ClipHeadReward):
 
     goal: Literal["compressible", "incompressible"] = "compressible"
     weights: str = CLIP_L.hub
-    head: str = "compression_reward.pt"  # a path
+    head: str = "compression_reward.pt"  # a path; this name is also that of the downloaded file
     resize_mode: ClipResizeMode = "stretch"
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
@@ -132,7 +152,8 @@ class CompressionScoreReward(ClipHeadReward):
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> ClipHeadScorer:
-        return load_clip_head(self, self.head, f"assets/compression_reward.pt of {VADER}", VADER_LAYOUT, placement)
+        source = VADER_HEADS["compression_reward.pt"]
+        return load_clip_head(self, self.head, source, VADER_LAYOUT, placement, "the compression head")
 
     def transform(self, output: Tensor) -> Tensor:
         return (-1 if self.goal == "compressible" else 1) * output
@@ -167,9 +188,17 @@ class ClipHeadScorer(Reward):
 
 
 def load_clip_head(
-    spec: ClipHeadReward, head: str, source: WeightsSource | str, layout: HeadLayout, placement: Placement
+    spec: ClipHeadReward,
+    head: str,
+    source: WeightsSource | PublishedFile,
+    layout: HeadLayout,
+    placement: Placement,
+    contents: str,
 ) -> ClipHeadScorer:
-    """A head on CLIP's shared image encoder. `source` is where the head is published, on the Hub or elsewhere."""
+    """A head on CLIP's shared image encoder. `source` is where the head is published, on the Hub or elsewhere.
+
+    `contents` is what its file must hold; a published head of another kind is refused.
+    """
     encoder = load_clip_image_encoder(spec.weights, placement)
     if head == TINY:
         indices = layout.layer_indices[0]
@@ -177,13 +206,11 @@ def load_clip_head(
             torch.manual_seed(0)
             net = Head(indices, [encoder.width, *([8] * (len(indices) - 1)), 1], layout.relu)
     elif isinstance(source, WeightsSource):
-        net = read_head(find_weights(head, source), layout)
-    elif (path := Path(head).expanduser()).is_file():
-        net = read_head(path, layout)
+        path = find_published_file(head, source, "`head`", AESTHETIC_FILES)
+        net = require_head(read_head(path, layout), path, contents)
     else:
-        raise ConfigError(
-            f"head: the file '{head:.200}' does not exist; download it from {source} and set `head` to its path [TM378]"
-        )
+        path = find_vader_head(head, source)
+        net = require_head(read_head(path, layout), path, contents)
     width = next(iter(net.layers.values())).in_features
     if width != encoder.width:
         raise ConfigError(
@@ -192,6 +219,57 @@ def load_clip_head(
         )
     net = net.to(placement.device, torch.promote_types(placement.dtype, torch.float32))
     return ClipHeadScorer(spec, encoder, net.eval().requires_grad_(False))
+
+
+def find_vader_head(head: str, source: PublishedFile) -> Path:
+    """The path of a head: as given, or of the download if its published name is given."""
+    path = Path(head).expanduser()
+    if path.is_file():
+        return path
+    if head == source.name and source.path.is_file():
+        return source.path
+    raise ConfigError(
+        f"head: the file '{head:.200}' does not exist; download {source.url} with `tastemaker download "
+        f"{source.folder}`, or set `head` to the path of your copy [TM378]"
+    )
+
+
+def check_vader_head(path: Path) -> None:
+    """Refuse a downloaded file that is not the published head of its name."""
+    layout = VADER_LAYOUT if path.name == "compression_reward.pt" else LAION_LAYOUT
+    require_head(read_head(path, layout), path, CONTENTS[path.name])
+
+
+def require_head(head: Head, path: Path, contents: str) -> Head:
+    """The head itself; refuses a published one of another kind, and one that differs from what its name says."""
+    require_contents(path, contents, "`head`")
+    if next(iter(head.layers.values())).in_features != PROBE_WIDTH:
+        return head
+    found = identify_head(head)
+    if found not in (None, contents):
+        raise ConfigError(
+            f"`head` is '{path!s:.200}', which computes the scores of {found}, but {contents} is asked for; name its "
+            "file"
+            " [TM885]"
+        )
+    if found is None and path.name in RECORDED_FILES:
+        raise ConfigError(
+            f"`head` is '{path!s:.200}', which does not compute the scores of {contents}, although it has its name; "
+            "fetch it again, or rename your own head"
+            " [TM886]"
+        )
+    return head
+
+
+@torch.no_grad()
+def identify_head(head: Head) -> str | None:
+    """Which published head it is, by its outputs for the recorded embeddings."""
+    embeddings = torch.randn(6, PROBE_WIDTH, generator=torch.Generator().manual_seed(PROBE_SEED))
+    outputs = head.float()(nn.functional.normalize(embeddings, dim=1))
+    for name, recorded in RECORDED_OUTPUTS.items():
+        if torch.allclose(outputs, torch.tensor(recorded), rtol=0.01, atol=0.02):
+            return name
+    return None
 
 
 def read_head(path: Path, layout: HeadLayout) -> Head:

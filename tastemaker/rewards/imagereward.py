@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from ..core.registry import ConfigError
 from ..core.reward import BatchSize, CachedImageReward, PretrainedReward, RewardCard
 from ..core.types import Placement, Prompts
-from ..models.pretrained import WeightsSource, find_weights, load_state_dict, load_weights_into
+from ..models.pretrained import WeightsSource, find_published_file, load_state_dict, load_weights_into
 from .backbones.frozen_models import TINY
 from .backbones.preprocessing import Preprocessing
-from .backbones.tokenizers import BERT_TOKENIZER, FixedLengthTokenizer, load_tokenizer, tiny_bert_tokenizer
+from .backbones.published_files import require_contents
+from .backbones.tokenizers import (
+    BERT_TOKENIZER,
+    FixedLengthTokenizer,
+    load_tokenizer,
+    omit_tokenizer,
+    tiny_bert_tokenizer,
+)
 
 FILE = WeightsSource("THUDM/ImageReward", "ImageReward.pt", "1.8 GB", "Apache-2.0")
 MAX_TEXT_TOKENS = 35
@@ -53,12 +60,16 @@ class ImageReward(PretrainedReward):
     )
     differentiable: ClassVar[bool] = True
 
+    @property
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return omit_tokenizer(super().sources, BERT_TOKENIZER, self.tokenizer, self.weights)
+
     def load(self, placement: Placement) -> ImageRewardScorer:
         if self.weights == TINY:
             net, tokenizer = tiny_blip(), tiny_bert_tokenizer()
         else:
-            path = find_weights(self.weights, FILE)
-            path = path / FILE.file if path.is_dir() else path
+            path = find_published_file(self.weights, FILE, "`weights` of imagereward")
+            require_contents(path, "ImageReward", "`weights` of imagereward")
             net = read_blip(load_state_dict(path), self.weights)
             tokenizer = load_tokenizer(self.tokenizer, path, "bert", BERT_TOKENIZER, net.text.config.vocab_size)
         preprocessing = Preprocessing(net.image_size, overshoot=self.overshoot, crop_rounding="round")

@@ -30,6 +30,7 @@ class RemoteReward(RewardSpec):
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] = "http://127.0.0.1:8800"
     token_env: str = ""  # name of the environment variable that holds the access token
     modality: Modality = "image"  # of the served reward
+    served_reward: str = ""  # its name, such as hps; a server of another reward is refused
     encoding: Literal["npz", "png"] = "npz"  # exact pixels, or a quarter of the bytes and rounded to 256 levels
     timeout: PositiveFloat = 600.0  # seconds for an answer
     max_retries: NonNegativeInt = 5  # after connection errors, and no others
@@ -59,6 +60,12 @@ class RemoteReward(RewardSpec):
             raise ConfigError(
                 f"'modality': the reward at {self.url} has modality {info.get('modality')}, but 'modality' is "
                 f"{self.modality}; set modality: {info.get('modality')} [TM404]"
+            )
+        if self.served_reward and info.get("name") != self.served_reward:
+            raise ConfigError(
+                f"the reward at {self.url} is '{info.get('name')!s:.60}', but 'served_reward' is "
+                f"'{self.served_reward:.60}'; start a server of that reward, or name its URL"
+                " [TM892]"
             )
         return RemoteScorer(self, client, str(info.get("version", "")), int(info.get("limit", 2**63)))
 

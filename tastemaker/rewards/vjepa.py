@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.reward import BatchSize, Modality, PretrainedReward, Reward, RewardCard
 from ..core.types import Metadata, Placement, Prompts
 from ..models.pretrained import WeightsSource, find_weights
-from .backbones.frozen_models import TINY, load_network, random_network
+from .backbones.frozen_models import TINY, load_network, random_network, require_model_type
 from .backbones.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 VJEPA = WeightsSource("facebook/vjepa2-vitl-fpc64-256", size="1.5 GB", license="MIT")
@@ -137,5 +137,6 @@ def load_vjepa(weights: str, num_masks: int, seed: int, placement: Placement) ->
         )  # fmt: skip
         return VjepaPredictor(random_network(VJEPA2Model, config, placement), seeds, placement)
     path = find_weights(weights, VJEPA)
+    require_model_type(path, "vjepa2", "`weights` of vjepa")
     config = VJEPA2Config.from_pretrained(path, local_files_only=True)
     return VjepaPredictor(load_network(VJEPA2Model, config, path, placement), seeds, placement)

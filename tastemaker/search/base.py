@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from ..core.policy import Policy, Rollout
 from ..core.randomness import Randomness
 from ..core.reward import Rubric, Verdict, Verifier
-from ..core.types import Condition, Metadata, PromptBatch, Prompts
+from ..core.types import Condition, Metadata, PromptBatch, Prompts, Segment, select_rows
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,84 @@ class Search(ABC):
     constant_cost: ClassVar[bool] = True  # the number of network calls does not depend on scores
     uses_verifier: ClassVar[bool] = True
 
+    @property
+    def candidates_per_sample(self) -> int:
+        """How many candidates of each sample are started at once."""
+        return int(getattr(self, "n", 1))
+
     @abstractmethod
     def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
         """Search one sample for each prompt."""
 
 
+class StepObserver(Protocol):
+    """Gets the previews of all candidates after every sampling step."""
+
+    def __call__(self, pixels: Tensor, rng: Randomness, step: int) -> None:
+        """Previews [B, F, 3, H, W] after `step` steps. Row b is candidate `rng.rows[b] % n` of `rng.rows[b] // n`."""
+
+
+_observer: ContextVar[StepObserver | None] = ContextVar("step_observer", default=None)
+
+
+@contextmanager
+def observe_steps(observer: StepObserver | None) -> Iterator[None]:
+    """Give the previews of all searches within the block to an observer. Every preview is decoded."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+class ObservedRollout(Rollout):
+    """A rollout whose previews an observer gets after every step."""
+
+    def __init__(self, rollout: Rollout, policy: Policy[Any], rng: Randomness, observer: StepObserver) -> None:
+        self.rollout, self.policy, self.rng, self.observer, self.steps = rollout, policy, rng, observer, 0
+
+    @property
+    def cond(self) -> Condition:  # type: ignore[override]
+        return self.rollout.cond
+
+    @property
+    def start(self) -> Tensor:  # type: ignore[override]
+        return self.rollout.start
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:  # type: ignore[override]
+        return self.rollout.segments
+
+    @property
+    def network_calls(self) -> int:  # type: ignore[override]
+        return self.rollout.network_calls
+
+    @property
+    def progress(self) -> float:
+        return self.rollout.progress
+
+    def step(self) -> None:
+        self.rollout.step()
+        self.steps += 1
+        self.observer(self.policy.decode(self.preview()), self.rng, self.steps)
+
+    def preview(self) -> Tensor:
+        return self.rollout.preview()
+
+    def select(self, rows: Tensor) -> None:
+        self.rollout.select(rows)
+        self.rng = select_rows(self.rng, rows)
+
+    def reseed(self, rng: Randomness) -> None:
+        self.rollout.reseed(rng)
+        self.rng = rng
+
+
 def start_candidates(policy: Policy[Any], cond: Condition, rng: Randomness) -> Rollout:
     """Start rollouts that are not trained on, so the process need not recompute their log-probabilities."""
-    return replace(policy, process=policy.process.with_sampled_log_probs()).rollout(cond, rng)
+    rollout = replace(policy, process=policy.process.with_sampled_log_probs()).rollout(cond, rng)
+    observer = _observer.get()
+    return rollout if observer is None else ObservedRollout(rollout, policy, rng, observer)
 
 
 def split_candidates(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..config.build import build, make_tiny, warn_ignored_overrides
 from ..config.dump import config_to_dict
-from ..config.load import load
-from ..config.schema import RunConfig
+from ..config.load import apply_overrides, load
+from ..config.schema import RunConfig, SampleConfig
 from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.errors import pluralize
@@ -31,7 +31,7 @@ from ..core.registry import ConfigError
 from ..core.reward import Verifier
 from ..core.types import PromptBatch
 from ..core.weights import FullFinetuning
-from ..data.image_io import make_contact_sheet, read_image, save_image, video_suffix
+from ..data.image_io import check_video_format, make_contact_sheet, read_image, save_image, video_suffix
 from ..data.prompts import open_prompt_file
 from ..export.lora import (
     DIFFUSERS_LORA_FILE,
@@ -47,7 +47,8 @@ from ..training.checkpoint import latest_checkpoint
 from ..training.run import Run
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE, find_named_weights, find_run_checkpoint
 from ..training.samples import sampling_policy
-from .base import RubricVerifier, Search, SearchCost
+from .base import RubricVerifier, Search, SearchCost, observe_steps
+from .diffusers_scheduler import DiffusersSchedulerSearch
 from .flops import FlopCosts, format_cost, measure_flop_costs
 from .settings import build_verifier, check_constant_cost
 
@@ -55,7 +56,15 @@ DEFAULT_BATCH_SIZE = 64  # prompts per search, unless the recipe sets rollout_ba
 MAX_SHEET_SAMPLES = 64
 VAE = "vae"  # diffusers' folder of an autoencoder
 METADATA_FILE = "metadata.jsonl"
+PROCESS_FOLDER = "process"  # of the previews of all steps
 DEMO_MODEL = "playground-flow16"
+# What a setting of `sample` replaces, by its name there.
+TRAINING_SETTINGS = {
+    "height": ("model.height",),
+    "width": ("model.width",),
+    "num_steps": ("process.num_steps",),
+    "guidance_scale": ("model.guidance_scale", "guidance.scale"),
+}
 # Recipes that pretrain a playground model, and the weights they led to, which are in the package.
 PLAYGROUND_MODELS = {
     f"{PLAYGROUND}-{name}": f"{PLAYGROUND}/{name}"
@@ -77,6 +86,7 @@ class GenerationOptions:
     judge: str = "run"  # the verifier: the run's rewards, or a reward
     video_format: str = ""  # mp4, gif, png or frames; by default mp4 if PyAV is installed, else png
     fps: int = 8
+    save_steps: bool = False  # write the previews of all candidates after every step
 
     def __len__(self) -> int:
         return len(self.prompts) * self.samples_per_prompt
@@ -90,8 +100,24 @@ class GenerationOptions:
         model = (config.model, config.process, config.guidance, config.tuning, config.rewards, checkpoint)
         others: tuple[object, ...] = (self.judge,) if self.judge != "run" else ()
         others += (self.video_format, self.fps) if self.video_format or self.fps != 8 else ()
+        others += (inference,) if (inference := config.sample.inference_settings()) else ()
         settings = repr((model, self.seed, self.search, self.weights, self.lora_scale, *others))
         return hashlib.sha256(settings.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class StepImages:
+    """Writes previews to process/SAMPLE/CANDIDATE_stepS.png, as Image-Generation-CoT does for each prompt."""
+
+    folder: Path
+    candidates: int  # of each sample
+
+    def __call__(self, pixels: Tensor, rng: Randomness, step: int) -> None:
+        name = f"round{rng.step}-" if rng.step else ""  # searches that refine repeat the candidates
+        for image, row in zip(pixels.float().clamp(0, 1).cpu(), rng.rows.tolist(), strict=True):
+            sample, candidate = divmod(row, self.candidates)
+            file = f"{PROCESS_FOLDER}/{sample:05d}/{name}{candidate:05d}_step{step}.png"
+            save_image(image, self.folder / file)
 
 
 @dataclass(frozen=True)
@@ -168,7 +194,8 @@ def resolve_source(
 
     A recipe whose run has a checkpoint gets that, as `find_run_checkpoint` decides. The recipes that pretrain the
     playground models get the shipped weights, unless an override is about the model; "playground" is the demo's model.
-    Warn about overrides that tiny models ignore, and about random weights.
+    Settings of the section `sample` count, unless an override names the training setting of the same meaning, such as
+    process.num_steps. Warn about overrides that tiny models ignore, and about random weights.
     """
     recipe = DEMO_MODEL if recipe == PLAYGROUND else recipe
     shipped, given = PLAYGROUND_MODELS.get(recipe), overrides
@@ -178,6 +205,7 @@ def resolve_source(
     config, checkpoint = _resolve_source(recipe, overrides, lora)
     if checkpoint is None and lora is None and not (Path(recipe) / RECIPE_FILE).is_file():
         checkpoint = find_run_checkpoint(make_tiny(config) if tiny else config, recipe, given, console, tiny=tiny)
+    config = prefer_overrides(config, overrides)
     if tiny:
         warn_ignored_overrides(config, overrides)
         if checkpoint is not None and make_tiny(config).model != config.model:
@@ -188,6 +216,29 @@ def resolve_source(
     elif checkpoint is None:
         warn_random_weights(config)
     return config, checkpoint
+
+
+def prefer_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The configuration without those settings of `sample` whose counterpart in training is overridden explicitly."""
+    given = apply_overrides({}, overrides)
+
+    def is_set(setting: str) -> bool:
+        section, _, name = setting.partition(".")
+        return isinstance(given.get(section), dict) and name in given[section]
+
+    replaced: dict[str, Any] = {
+        name: None
+        for name, settings in TRAINING_SETTINGS.items()
+        if any(map(is_set, settings)) and not is_set(f"sample.{name}")
+    }
+    return replace(config, sample=replace(config.sample, **replaced))
+
+
+def describe_inference(sample: SampleConfig) -> str:
+    """A line about the settings of `sample` that differ from training; empty if there are none."""
+    settings = sample.inference_settings()
+    parts = [f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items()]
+    return f"settings of `sample`: {', '.join(parts)}" if parts else ""
 
 
 def warn_random_weights(config: RunConfig) -> None:
@@ -269,6 +320,15 @@ def generate_samples(
 ) -> Path:
     """Write the samples that are missing, their metadata and a contact sheet."""
     output_paths.check_output_directory(options.out)
+    if options.save_steps and isinstance(options.search, DiffusersSchedulerSearch):
+        raise ConfigError("--save-steps: a scheduler of diffusers has no previews; leave --scheduler out [TM901]")
+    if config.model.frames > 1:
+        check_video_format(options.video_format)
+        if not options.video_format and video_suffix() == "png":
+            console.print(
+                "videos are written as animated PNG, since PyAV is missing; `pip install 'tastemaker[video]'` for MP4",
+                markup=False,
+            )
     config = make_tiny(config) if tiny else config
     config = replace(config, engine=replace(config.engine, context_parallel=1))  # every rank has samples of its own
     run = build(config, load_data=False)
@@ -285,6 +345,8 @@ def generate_samples(
     check_constant_cost(run, options.search)
     verifier = build_verifier(options.judge, run, tiny=tiny)
     rank_console = console if comm.rank == 0 else make_console(quiet=True)
+    if inference := describe_inference(config.sample):
+        rank_console.print(inference, markup=False, highlight=False)
     cost = generate_missing(run, options, directory, missing, verifier, rank_console)
     total = SearchCost(*comm.sum(torch.tensor(astuple(cost), dtype=torch.float64)).tolist())
     if comm.rank == 0:
@@ -364,7 +426,7 @@ def measure_flops(run: Run, options: GenerationOptions, indices: list[int], veri
     """Operations of a network call and of a verifier call, on the first of some samples."""
     batch, rng = prompt_batch(run, options, indices)
     with run.engine.autocast():
-        policy = sampling_policy(run.policy)
+        policy = sampling_policy(run.policy, run.sample)
         return measure_flop_costs(policy, verifier if options.search.uses_verifier else None, batch, rng)
 
 
@@ -383,8 +445,10 @@ def run_search(
     batch, rng = prompt_batch(run, options, indices)
     weights = nullcontext() if options.weights == "live" else run.policy.weights.use(options.weights)
     with run.engine.autocast(), weights:
-        policy = sampling_policy(run.policy)
-        result = options.search.run(policy, verifier or RubricVerifier(run.rubric), batch, rng)
+        policy = sampling_policy(run.policy, run.sample)
+        observer = StepImages(options.out, options.search.candidates_per_sample) if options.save_steps else None
+        with observe_steps(observer):
+            result = options.search.run(policy, verifier or RubricVerifier(run.rubric), batch, rng)
         pixels = policy.decode(result.x).float().clamp(0, 1).cpu()
     scores = [None if score != score else score for score in result.score.tolist()]  # JSON has no NaN
     records = [

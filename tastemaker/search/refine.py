@@ -32,6 +32,10 @@ class Refine(Search):
         if self.max_rounds < 1:
             raise ValueError(f"'max_rounds' is {self.max_rounds}; set it to at least 1 [TM581]")
 
+    @property
+    def candidates_per_sample(self) -> int:
+        return self.search.candidates_per_sample
+
     @torch.no_grad()
     def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
         result = self.search.run(policy, verifier, batch, rng)

@@ -14,14 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.hf_api import RepoFile
+from rich.console import Console
 
+from tastemaker.config.load import list_recipes
+from tastemaker.config.registries import AUTOENCODERS, MODELS, REWARDS
+from tastemaker.core.cards import PUBLISHED_JUDGES
 from tastemaker.core.registry import ConfigError
-from tastemaker.models.downloads import published_sources, required_files, required_sources
-from tastemaker.models.pretrained import WeightsSource, select_needed_files
+from tastemaker.core.types import Placement
+from tastemaker.export.lora import PUBLISHED_LORAS
+from tastemaker.models.downloads import fetch_source, published_sources, required_files, required_sources
+from tastemaker.models.pretrained import WeightsSource, find_weights, select_needed_files
+from tastemaker.models.showo.model import MAGVIT, PUBLISHED_SHOWO, ShowoSpec, build_network
+from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from tastemaker.rewards.backbones.detectors import DINO
 from tastemaker.rewards.clip import CLIP_L, ClipReward
 from tastemaker.rewards.color import BrightnessReward
+from tastemaker.rewards.vlm import VlmReward
 from tastemaker.rewards.wrappers import ClippedReward
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,6 +44,13 @@ FILES = {
     "flax_model.msgpack": b"flax",
     "README.md": b"words",
     "tokenizer.json": b"{}",
+}
+JUDGE_FILES = {
+    "judge/config.json": b'{"model_type": "llava"}',
+    "judge/model-1.safetensors": b"half",
+    "judge/model-2.safetensors": b"the other half",
+    "judge/tokenizer.json": b"{}",
+    "judge/training_args.bin": b"a pickle",
 }
 
 
@@ -56,21 +73,25 @@ class Hub(BaseHTTPRequestHandler):
     def _respond(self, body: bool) -> None:
         Hub.requests.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
         if self.path.startswith("/api/models/somebody/model/tree/"):
+            folder = self.path.split("?")[0].partition("/tree/main/")[2]
+            files = JUDGE_FILES if folder == "judge" else FILES
             listing = [
-                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in FILES.items()
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()
             ]
             return self._send(200, json.dumps(listing).encode(), body)
         if self.path.startswith("/api/models/somebody/model"):
             return self._send(200, json.dumps({"id": "somebody/model", "sha": COMMIT, "siblings": []}).encode(), body)
         if Hub.gated:
             return self._send(403, b"request access", body, {"X-Error-Code": "GatedRepo"})
-        match = re.fullmatch(r"/somebody/model/resolve/\w+/([\w.]+)", self.path.split("?")[0])
+        match = re.fullmatch(r"/somebody/model/resolve/\w+/([\w./-]+)", self.path.split("?")[0])
         if match is None:
             return self._send(404, b"", body, {"X-Error-Code": "RepoNotFound"})
-        if match[1] not in FILES:
+        files = {**FILES, **JUDGE_FILES}
+        if match[1] not in files:
             return self._send(404, b"", body, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{match[1].replace(".", "")}"', "Accept-Ranges": "bytes"}
-        return self._send_file(FILES[match[1]], body, headers)
+        tag = re.sub(r"\W", "", match[1])
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{tag}"', "Accept-Ranges": "bytes"}
+        return self._send_file(files[match[1]], body, headers)
 
     def _send_file(self, data: bytes, body: bool, headers: dict[str, str]) -> None:
         start = int(match[1]) if (match := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
@@ -146,6 +167,18 @@ def test_repository_download_skips_duplicate_weights(hub: str, tmp_path: Path) -
     assert files == {"config.json", "model.safetensors", "tokenizer.json"}
     code, output = run_download(hub, tmp_path, "somebody/model", HF_HUB_OFFLINE="1")  # the cache serves without the hub
     assert code == 0 and str(cached_path(tmp_path, "")).rstrip("/") in output
+
+
+@pytest.mark.slow
+def test_folder_download_fetches_nothing_else(hub: str, tmp_path: Path) -> None:
+    code, output = run_download(hub, tmp_path, "somebody/model/judge")
+    assert code == 0 and "somebody/model/judge: 4 files" in output
+    files = {path.relative_to(cached_path(tmp_path, "")).as_posix() for path in cached_path(tmp_path, "").rglob("*.*")}
+    assert files == set(JUDGE_FILES) - {"judge/training_args.bin"}
+    last = [line.split("/")[-1] for line in Hub.requests if line.startswith("GET /somebody")][-1]
+    assert last == "config.json"  # a folder without it counts as incomplete
+    code, output = run_download(hub, tmp_path, "somebody/model/judge", HF_HUB_OFFLINE="1")
+    assert code == 0 and str(cached_path(tmp_path, "judge")) in output
 
 
 @pytest.mark.slow
@@ -232,11 +265,94 @@ def test_recipes_models_and_hub_ids_are_resolved() -> None:
     assert required_sources("huggingface-pickscore")[0].file == "vader_videocrafter_pickscore.pt"
 
 
+def recommended_download(message: object) -> str:
+    """The argument of the download command that a message recommends."""
+    match = re.search(r"`tastemaker download ([^`]+)`", " ".join(str(message).split()))
+    assert match, message
+    return match[1]
+
+
+def test_every_recommended_download_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    names = [*list_recipes(), *REWARDS, *MODELS, *AUTOENCODERS, *PUBLISHED_SHOWO, *PUBLISHED_JUDGES, *PUBLISHED_LORAS]
+    names = [name for name in names if name not in ("folder", "remote", "sum", "clipped", "from_config")]
+    sources: set[WeightsSource] = set()
+    for name in names:
+        try:
+            sources |= set(required_sources(name))
+        except ConfigError:  # a component that has no defaults
+            continue
+    assert len(sources) > 50
+    for source in sources:
+        with pytest.raises(ConfigError) as raised:
+            find_weights(source.hub, source)
+        found = required_sources(recommended_download(raised.value))
+        parts = {(each.hub, each.file, each.folder) for each in found}
+        assert (source.hub, source.file, source.folder) in parts, source
+
+
+def test_documented_downloads_are_understood() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "tastemaker/recipes").rglob("*.yaml")]
+    names = {
+        name
+        for page in pages
+        for arguments in re.findall(r"tastemaker download((?: [\w./-]+)+)", page.read_text(encoding="utf-8"))
+        for name in arguments.split()
+        if not name.startswith("--") and name not in ("geneval", "owner/name")
+    }
+    assert len(names) > 20 and {"parm", "orm_ft", "dpo-parm-showo"} <= names
+    for name in names:
+        required_sources(name)  # refuses an unknown name
+
+
+def test_published_judges_and_stages_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    snapshot = tmp_path / "models--ZiyuG--Image-Generation-CoT" / "snapshots" / ("a" * 40)
+    (snapshot / "parm").mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("parm", "orm_ft"):
+        assert required_sources(name) == [PUBLISHED_JUDGES[name]] == list(VlmReward(weights=name).sources)
+        assert str(PUBLISHED_JUDGES[name]) == f"ZiyuG/Image-Generation-CoT/{name}"
+        for missing in (name, f"ckpts/{name}", f"./ckpts/{name}"):
+            with pytest.raises(ConfigError, match="TM505") as raised:
+                find_weights(missing, WeightsSource(missing))
+            assert recommended_download(raised.value) == name
+    (snapshot / "parm" / "config.json").write_text("{}")
+    for name in ("parm", "ZiyuG/Image-Generation-CoT/parm"):
+        assert find_weights(name, WeightsSource(name)) == snapshot / "parm"
+    for stage in ("dpo", "dpo_iter", "dpo_iter_parm_guide"):
+        assert required_sources(stage)[0] == PUBLISHED_SHOWO[stage] and MAGVIT in required_sources(stage)
+        spec = ShowoSpec(f"ckpts/{stage}", autoencoder=None, tokenizer=BYTE_TOKENIZER)
+        with pytest.raises(ConfigError, match=r"model\.weights.*TM900") as raised:
+            build_network(spec, Placement(torch.device("cpu"), torch.float32))
+        assert recommended_download(raised.value) == stage
+
+
 def test_pickles_are_used_if_there_are_no_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a.bin", "config.json", ".gitattributes", "onnx/model.onnx", "sub/b.pt", "sub/b.safetensors"]
     listing = [RepoFile(path=name, size=2, oid="") for name in names]
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda self, hub, recursive: listing)
     assert required_files("somebody/model") == {"sub/b.safetensors": 2, "a.bin": 2, "config.json": 2}
+
+
+def test_folder_of_a_repository_is_fetched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["dpo/pytorch_model.bin", "parm/config.json", "parm/model-1.safetensors", "parm/README.md"]
+    fetched: list[str] = []
+
+    def list_tree(self: Any, hub: str, folder: str = "", recursive: bool = False) -> list[RepoFile]:
+        return [RepoFile(path=name, size=2, oid="") for name in names if name.startswith(folder)]
+
+    def fetch(hub: str, file: str) -> str:
+        fetched.append(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", list_tree)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    assert fetch_source(PUBLISHED_JUDGES["parm"], Console(quiet=True)) == tmp_path / "parm"
+    assert fetched == ["parm/model-1.safetensors", "parm/config.json"]
 
 
 def test_pipeline_download_selects_the_loaded_components() -> None:

@@ -106,6 +106,24 @@ def test_existing_images_are_kept_and_missing_ones_generated(capsys: pytest.Capt
     assert [path.read_bytes() for path in files] != before
 
 
+@pytest.mark.parametrize("search", ["single", "best_of_n", "parm", "prm", "refine"])
+def test_step_images_are_written_on_request(search: str) -> None:
+    settings = "{type: refine, search: {type: best_of_n, n: 2}, max_rounds: 2}" if search == "refine" else search
+    arguments = ["generate", "grpo-toy-masked", "--tiny", "-p", "red", "-p", "blue", "--search", settings]
+    arguments += ["--num-candidates", "2", "process.num_steps=3", "--device", "cpu"]
+    assert run_cli(*arguments, "--out", "plain") == run_cli(*arguments, "--out", "steps", "--save-steps") == 0
+    assert torch.equal(read_pixels("plain"), read_pixels("steps")) and not Path("plain/process").exists()
+    names = {path.relative_to("steps/process").as_posix() for path in Path("steps/process").rglob("*.png")}
+    candidates = range(1 if search == "single" else 2)
+    every = {f"{sample:05d}/{k:05d}_step{step}.png" for sample in (0, 1) for k in candidates for step in (1, 2, 3)}
+    if search == "parm":  # some candidates are dropped on the way
+        assert {name for name in every if "step1" in name} <= names <= every
+    else:
+        assert every <= names and all("round" in name for name in names - every)
+    if search == "single":  # the preview of the last step is the sample
+        assert torch.equal(read_image(Path("steps/process/00001/00000_step3.png")), read_pixels("steps")[1])
+
+
 def test_metadata_of_an_interrupted_rank_is_used() -> None:
     arguments = ["generate", "grpo-toy-flow", "-p", "a red", "--count", "2", "--out", "made"]
     assert run_cli(*arguments) == 0

@@ -16,6 +16,7 @@ from torch import Tensor
 import tastemaker.data
 from tastemaker.data.image_io import (
     ImageError,
+    check_video_format,
     grid_boxes,
     grid_upscale,
     make_contact_sheet,
@@ -208,8 +209,20 @@ def test_video_without_pyav_asks_to_install_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "tastemaker.data.video_io", raising=False)
     monkeypatch.delattr(tastemaker.data, "video_io", raising=False)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ImageError, match=r"a\.mp4 .*PyAV .*\.gif.*TM173"):
+    with pytest.raises(ImageError, match=r"a\.mp4 .*PyAV .*tastemaker\[video\].*\.gif.*TM173"):
         save_image(random(2, 3, 4, 4), tmp_path / "a.mp4")
+    with pytest.raises(ImageError, match=r"--video-format mp4 .*tastemaker\[video\].*TM173"):
+        check_video_format("mp4")
+    check_video_format("gif")
+
+
+def test_missing_video_writer_is_refused_before_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tastemaker.data.video_io", raising=False)
+    monkeypatch.delattr(tastemaker.data, "video_io", raising=False)
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.setattr("tastemaker.search.generation.build", lambda *_, **__: pytest.fail("a model was built"))
+    with pytest.raises(ImageError, match=r"tastemaker\[video\].*TM173"):
+        tastemaker.generate("playground-video", ["a red circle"], out=tmp_path / "out", video_format="mp4", tiny=True)
 
 
 def test_grid_enlarges_small_samples_only() -> None:

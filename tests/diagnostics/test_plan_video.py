@@ -80,6 +80,15 @@ def test_plan_open_sora() -> None:
     assert resources.weights == pytest.approx(2 * 1.2e9, rel=0.01) and resources.update_activations > 0
 
 
-def test_plan_refuses_two_transformers_of_wan() -> None:
-    with pytest.raises(ConfigError, match=r"model\.boundary_ratio.*TM542"):
-        estimate("vader-wan22-hps")
+def test_plan_counts_both_transformers_of_wan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both transformers are in memory, and each call of the network runs one of them."""
+    tiny = {**wan.WAN.tiny_configs, "transformer_2": wan.WAN.tiny_configs["transformer"]}
+    monkeypatch.setitem(wan.WAN.configs, "Wan-AI/Wan2.2-T2V-A14B-Diffusers", tiny)
+    settings = ["model.height=64", "model.width=64", "model.frames=5"]
+    two, one = (
+        estimate("vader-wan22-hps", *settings, f"model.boundary_ratio={boundary}") for boundary in (0.875, "null")
+    )
+    assert two.weights > one.weights and two.optimizer_state == one.optimizer_state > 0
+    assert two.flops == pytest.approx(one.flops, rel=0.01) and two.update_activations > 0
+    with pytest.raises(ConfigError, match=r"one transformer.*model\.boundary_ratio.*TM542"):
+        estimate("vader-wan22-hps", "model.weights=Wan-AI/Wan2.1-T2V-14B-Diffusers")

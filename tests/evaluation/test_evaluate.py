@@ -18,7 +18,12 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.image_io import ImageError, save_image
-from tastemaker.evaluation.benchmark_run import EvaluationOptions, scores_fingerprint
+from tastemaker.evaluation.benchmark_run import (
+    EvaluationOptions,
+    describe_settings,
+    scores_fingerprint,
+    summarize_settings,
+)
 from tastemaker.evaluation.benchmarks import Benchmark, held_out_captions, playeval, wordeval
 from tastemaker.evaluation.evaluate import REPORT, SCORES, evaluate, prefetch_images, read_jsonl
 from tastemaker.evaluation.playeval import PlayEvalScorer, load_playeval_scorer, load_wordeval_scorer
@@ -28,6 +33,7 @@ from tastemaker.playground.network_files import TINY
 from tastemaker.playground.scenes import Painter, sample_scenes
 from tastemaker.search.base import SearchCost
 from tastemaker.search.best_of_n import BestOfN, SingleSample
+from tastemaker.search.parm import PARMSearch
 
 
 class ScenePainter:
@@ -134,6 +140,37 @@ def test_evaluate_command_runs_a_recipe(search: str, tmp_path: Path) -> None:
     assert exit_info.value.code == 0
     report = json.loads((tmp_path / REPORT).read_text("utf-8"))
     assert report["images"] == 12 and (search == "parm") == (report["calls"] > 10)
+    settings = report["settings"]
+    assert (settings["recipe"], settings["weights"], settings["snapshot"]) == ("grpo-toy-flow", "tiny", "live")
+    if search == "parm":
+        assert settings["search"] == {"type": "parm", "n": 2, "start_progress": 0.0, "prune": True, "top_k": None}
+        assert settings["judge"]["type"] == "playground_judge"
+    else:
+        assert settings["search"] == {"type": "single"} and settings["judge"] is None
+
+
+def test_reports_tell_the_sixteen_published_combinations_apart() -> None:
+    searches = {
+        "none": (SingleSample(), "vlm"),
+        "orm_zs": (BestOfN(20), "vlm"),
+        "orm_ft": (BestOfN(20), "{type: vlm, weights: orm_ft}"),
+        "parm": (PARMSearch(20), "{type: vlm, weights: parm}"),
+    }
+    lines = {}
+    for weights in ("showlab/show-o", "dpo", "dpo_iter", "dpo_iter_parm_guide"):
+        config = load("dpo-showo", [f"model.weights={weights}"])
+        for name, (search, verifier) in searches.items():
+            options = EvaluationOptions(playeval(6, 1), search, verifier)
+            settings = describe_settings(config, None, options, tiny=False)
+            assert settings["weights"] == weights and json.loads(json.dumps(settings)) == settings
+            assert (settings["judge"] is None) == (name == "none")
+            by_name = describe_settings(config, None, replace(options, verifier=name), tiny=False)
+            assert name == "none" or by_name == settings  # --reward_model's names work as verifiers
+            lines[weights, name] = summarize_settings(settings)
+    assert len(set(lines.values())) == 16
+    assert lines["dpo_iter", "parm"] == (
+        "dpo-showo, weights dpo_iter, search parm with 20 candidates, judge vlm parm orm yes_no_logits"
+    )
 
 
 def test_evaluate_command_refuses_a_directory_of_other_settings(

@@ -114,7 +114,9 @@ def test_comfyui_export_has_original_names_and_a_workflow(full: UntrainedRun, tm
     assert tensors["double_blocks.0.img_attn.qkv.weight"].equal(expected)
     nodes = json.loads((tmp_path / "exported/workflow.json").read_text())
     assert nodes["network"]["inputs"]["unet_name"] == "exported.safetensors"
-    assert nodes["sampler"]["inputs"]["steps"] == 25 and nodes["guidance"]["inputs"]["guidance"] == 3.5
+    # As SRPO shows its images, not as it trains: 25 steps here, and 32x32.
+    assert nodes["sampler"]["inputs"]["steps"] == 50 and nodes["guidance"]["inputs"]["guidance"] == 3.5
+    assert (nodes["size"]["inputs"]["height"], nodes["shift"]["inputs"]["width"]) == (1024, 1024)
     assert nodes["shift"]["inputs"]["max_shift"] == pytest.approx(1.098612)  # log 3
     links = [x for node in nodes.values() for x in node["inputs"].values() if isinstance(x, list)]
     assert len(links) >= 10 and all(link[0] in nodes for link in links)

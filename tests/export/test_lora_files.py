@@ -210,7 +210,7 @@ def test_two_transformers_are_exported_as_a_pipeline(tuning: str, tmp_path: Path
     check_equal_outputs(run_card_snippet(tmp_path / "out"), run.policy.model.net)
     loaded = build(resolve_source(str(tmp_path / "out"), [])[0], load_data=False)
     assert (draw_samples(loaded) - draw_samples(run)).abs().max() < 1e-4
-    with pytest.raises(ConfigError, match=r"--layout.*diffusers.*TM421"):
-        export_generator(
-            GeneratorExport(run.directory, tmp_path / "x", "authors", "live", merge=options.merge), CONSOLE
-        )
+    export_generator(GeneratorExport(run.directory, tmp_path / "x", "comfyui", "live", merge=options.merge), CONSOLE)
+    names = sorted(file.name for file in (tmp_path / "x").glob("*.safetensors"))
+    assert names == ["x-high.safetensors", "x-low.safetensors"]
+    assert "head.modulation" in load_file(tmp_path / "x/x-low.safetensors")

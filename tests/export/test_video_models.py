@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 import transformers
+from diffusers.loaders import single_file_utils
 from rich.console import Console
+from safetensors.torch import load_file
 from tiers import fast
 from tiny_pipelines import CLIP_TOKENS, byte_clip_tokenizer, random_network
 from torch import Tensor
 from untrained_runs import save_perturbed_run
 
 from tastemaker.config.load import load
+from tastemaker.config.registries import MODELS
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.export.lora import ADAPTABLE_LAYERS, LoraFromFile
+from tastemaker.models import hunyuanvideo, ltx, mochi, wan
 from tastemaker.models.modelscope import TINY_CONFIGS, ModelscopeSpec
+from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.search.generation import resolve_source
 from tastemaker.training.run import Run
 from tastemaker.training.trainer import build_run
@@ -34,7 +41,7 @@ SETTINGS = [
     "guidance={scale: 2.0}",
 ]
 RECIPE = """extends: [base, models/{name}, data/colors]
-model: {{weights: {weights}, frames: 2, height: 32, width: 32}}
+model: {{weights: {weights}, frames: {frames}, height: 32, width: 32}}
 process: {{num_steps: 2}}
 objective: {{type: reward_gradient}}
 rewards: {{color: {{type: color}}}}
@@ -55,11 +62,11 @@ def save_pipeline(folder: Path) -> None:
     pipeline.save_pretrained(folder)
 
 
-def save_run(name: str, weights: str, tuning: str, folder: Path) -> tuple[Path, Path, Any]:
+def save_run(name: str, weights: str, tuning: str, folder: Path, frames: int = 2) -> tuple[Path, Path, Any]:
     """Write a recipe and a run of it with perturbed weights. Returns both and the model."""
     recipe = folder / f"{name}.yaml"
-    recipe.write_text(RECIPE.format(name=name, weights=weights), encoding="utf-8")
-    config = load(str(recipe), [*SETTINGS, f"tuning={tuning}", f"output_dir={folder}", "name=run"])
+    recipe.write_text(RECIPE.format(name=name, weights=weights, frames=frames), encoding="utf-8")
+    config = load(str(recipe), [*SETTINGS, f"tuning={tuning}", f"output_dir={folder}", f"name=run-{name}"])
     run = save_perturbed_run(config)
     return recipe, run.directory, run.policy.model.unguided
 
@@ -82,6 +89,110 @@ def test_diffusers_pipeline_gives_the_same_prediction(tuning: str, tmp_path: Pat
     with torch.no_grad():
         actual = unet(x.transpose(1, 2), timestep, text_embeds).sample.transpose(1, 2)
         assert (model.net(x, timestep, text_embeds) - actual).abs().max() < 2e-5
+
+
+def read_card_code(folder: Path) -> str:
+    """The Python code of a model card."""
+    code = re.search("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    return code[1].replace("path/of/this/folder", str(folder))
+
+
+def test_card_of_modelscope_adapters_loads_them_in_diffusers(tmp_path: Path) -> None:
+    """Also those of convolutions. The pipeline itself loads none."""
+    save_pipeline(tmp_path / "base")
+    tuning = "{type: lora, rank: 2, alpha: 6, target_modules: all-layers}"
+    _, run, model = save_run("modelscope", str(tmp_path / "base"), tuning, tmp_path)
+    export_generator(GeneratorExport(run, tmp_path / "out", "diffusers", dtype=torch.float32), CONSOLE)
+    names: dict[str, Any] = {}
+    exec(read_card_code(tmp_path / "out"), names)
+    x, timestep, text_embeds = network_inputs()
+    with torch.no_grad():
+        actual = names["pipeline"].unet(x.transpose(1, 2), timestep, text_embeds).sample.transpose(1, 2)
+        assert (model.net(x, timestep, text_embeds) - actual).abs().max() < 2e-5
+    pipeline: Any = diffusers.TextToVideoSDPipeline
+    with pytest.raises((AttributeError, ValueError)):
+        pipeline.from_pretrained(tmp_path / "base").load_lora_weights(tmp_path / "out")
+
+
+def test_cards_of_videocrafter_name_loaders_that_work(tmp_path: Path) -> None:
+    _, run, _ = save_run("videocrafter2", "tiny", LORA, tmp_path)
+    export_generator(GeneratorExport(run, tmp_path / "out", "authors"), CONSOLE)
+    merged = GeneratorExport(run, tmp_path / "merged", "authors", dtype=torch.float32, merge=True)
+    export_generator(merged, CONSOLE)
+    expected = load_file(tmp_path / "merged/merged.safetensors")
+    base = VideocrafterSpec().tiny().load(Placement())
+    original = VideocrafterSpec.layout.to_original(base.net.state_dict(), base.net.config)
+    assert original.keys() == expected.keys()
+    layers = {key: SimpleNamespace(weight=x.clone()) for key, x in original.items()}
+    model = SimpleNamespace(get_submodule=lambda name: layers[f"{name.removeprefix('model.diffusion_model.')}.weight"])
+    exec(read_card_code(tmp_path / "out"), {"model": model})
+    changed = [key for key, x in expected.items() if not x.equal(original[key])]
+    assert changed and max((layers[key].weight - x).abs().max() for key, x in expected.items()) < 1e-5
+    export_generator(GeneratorExport(run, tmp_path / "own", "diffusers", dtype=torch.float32), CONSOLE)
+    code = read_card_code(tmp_path / "own").replace('out="videos"', f'out="{tmp_path / "videos"}"')
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert [video.is_file() for video in names["videos"]] == [True]
+
+
+# Networks whose sizes are those that diffusers' converters assume where they assume any.
+AUTHORS_NAMES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "wan": (diffusers.WanTransformer3DModel, "wan_transformer", wan.TINY_CONFIGS["transformer"]),
+    "ltx": (diffusers.LTXVideoTransformer3DModel, "ltx_transformer_checkpoint", ltx.TINY_CONFIGS["transformer"]),
+    "mochi": (
+        diffusers.MochiTransformer3DModel,
+        "mochi_transformer_checkpoint",
+        {**mochi.TINY_CONFIGS["transformer"], "num_layers": 48},
+    ),
+    "hunyuanvideo": (
+        diffusers.HunyuanVideoTransformer3DModel,
+        "hunyuan_video_transformer",
+        {**hunyuanvideo.TINY_CONFIGS["transformer"], "num_single_layers": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AUTHORS_NAMES)
+def test_diffusers_reads_the_authors_names_of_video_models_back(name: str) -> None:
+    network_class, converter, config = AUTHORS_NAMES[name]
+    net = random_network(network_class, config, 0)
+    layout = MODELS.find(name, "model")().layout
+    original = layout.to_original(net.state_dict(), net.config)
+    convert: Any = getattr(single_file_utils, f"convert_{converter}_to_diffusers")
+    converted = convert(dict(original))
+    assert converted.keys() == net.state_dict().keys()
+    assert all(converted[key].equal(x) for key, x in net.state_dict().items())
+
+
+def test_single_blocks_of_hunyuanvideo_have_the_authors_names() -> None:
+    """Their converter assumes the published width, so only names and shapes are compared."""
+    with torch.device("meta"):
+        config = {**hunyuanvideo.HUNYUANVIDEO.configs["hunyuanvideo-community/HunyuanVideo"]["transformer"]}
+        net: Any = diffusers.HunyuanVideoTransformer3DModel(**config)
+    original = hunyuanvideo.HunyuanVideoSpec.layout.to_original(net.state_dict(), net.config)
+    assert original["single_blocks.0.linear1.weight"].shape == (3 * 3072 + 4 * 3072, 3072)
+    converted = single_file_utils.convert_hunyuan_video_transformer_to_diffusers(dict(original))
+    assert {key: x.shape for key, x in converted.items()} == {key: x.shape for key, x in net.state_dict().items()}
+
+
+def test_comfyui_adapters_of_wan_have_the_authors_names(tmp_path: Path) -> None:
+    recipe, run, model = save_run("wan", "tiny", LORA, tmp_path, frames=5)
+    export_generator(GeneratorExport(run, tmp_path / "out", "comfyui", dtype=torch.float32), CONSOLE)
+    tensors = load_file(tmp_path / "out/out.safetensors")
+    assert tensors["lora_unet_blocks_0_self_attn_q.lora_down.weight"].shape[0] == 2
+    assert {key.partition(".")[2] for key in tensors} == {"lora_down.weight", "lora_up.weight", "alpha"}
+    config, _ = resolve_source(str(recipe), SETTINGS, tmp_path / "out/out.safetensors")
+    loaded: Any = config.model.load(Placement())
+    config.tuning.apply(loaded, ())
+    generator = torch.Generator().manual_seed(0)
+    x, text_embeds = torch.randn(2, 16, 2, 4, 4, generator=generator), torch.randn(2, 5, 32, generator=generator)
+    with torch.no_grad():
+        expected, actual = (net(x, torch.tensor([900.0, 9.0]), text_embeds)[0] for net in (model.net, loaded.net))
+    assert (expected - actual).abs().max() < 1e-5
+    _, fused, _ = save_run("mochi", "tiny", LORA, tmp_path, frames=7)
+    with pytest.raises(ConfigError, match=r"--layout.*--merge.*TM891"):
+        export_generator(GeneratorExport(fused, tmp_path / "fused", "comfyui"), CONSOLE)
 
 
 @pytest.mark.slow

@@ -111,3 +111,39 @@ def test_prompt_dropout_applies_to_both_samples_of_a_pair() -> None:
     assert DPO().collect(toys.context(policy, 64), batch).cond.prompts == batch.prompts
     with pytest.raises(ValueError, match=r"'prompt_dropout'.*2\.0.*TM303"):
         DPO(prompt_dropout=2.0)
+
+
+@pytest.mark.parametrize("name", ["masked", "flow"])
+def test_offline_reward_guidance_adds_its_policy_gradient(name: str) -> None:
+    plain = DPO()
+    guided = DPO(reward_guidance_coef=0.5, reward_guidance_samples=4)
+    policy = toys.policy(name, FrozenCopyFinetuning(), guided.snapshots())
+    ctx = toys.context(policy, 8)
+    batch = toys.make_batch(guided, 8, policy.model.pixels)
+    pairs, experience = plain.collect(ctx, batch), guided.collect(ctx, batch)
+    guidance = experience.reward_guidance
+    assert guidance is not None and len(guidance) == 8 and guidance.advantage.abs().max() > 0
+    assert torch.equal(experience.chosen, pairs.chosen) and torch.equal(experience.rejected, pairs.rejected)
+    assert guided.metrics(experience)["reward/mean"].any() and guided.samples_per_prompt() == 4
+    dpo = toys.gradient(policy, toys.total_loss(plain, ctx, pairs).sum())
+    log_probs = [
+        (policy.action_distribution(guidance.trajectory.cond, s).log_prob(s.action) * s.mask).sum(1)
+        for s in guidance.trajectory.segments
+    ]
+    term = toys.gradient(policy, -(guidance.advantage * torch.stack(log_probs).sum(0)).sum())
+    assert term.abs().max() > 0  # in the published code it is 0
+    total = toys.gradient(policy, toys.total_loss(guided, ctx, experience).sum())
+    torch.testing.assert_close(total, dpo + 0.5 * term, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"reward_guidance_coef": -0.1}, r"reward_guidance_coef -0\.1.*TM088"),
+        ({"reward_guidance_coef": 0.1, "reward_guidance_samples": 1}, "reward_guidance_samples 1.*TM088"),
+        ({"reward_guidance_name": "orm"}, "'reward_guidance_name'.*TM313"),
+    ],
+)
+def test_wrong_guidance_settings_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        DPO(**settings)

@@ -27,6 +27,7 @@ from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.joint_likelihood import JointLikelihood
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
@@ -286,7 +287,8 @@ def test_shuffled_rewards_do_not_raise_the_reward(setting: Setting, family: str)
 
 def test_matrix_covers_every_objective_and_family() -> None:
     covered = {(type(setting.objective), family) for setting, family in CASES}
-    for objective in objective_types():
+    # Joint training needs a model of text and images: test_joint_likelihood.py trains it.
+    for objective in set(objective_types()) - {JointLikelihood}:
         for name, family in toys.FAMILIES.items():
             if isinstance(family.process, objective.needs):
                 assert (objective, name) in covered, f"{objective.__name__} has no setting for {name}"
@@ -294,7 +296,7 @@ def test_matrix_covers_every_objective_and_family() -> None:
 
 def test_fast_tests_cover_every_objective_and_family() -> None:
     fast = [(type(setting.objective), family) for setting, family in CASES if not learning_marks(setting, family)]
-    assert {kind for kind, _ in fast} == set(objective_types())
+    assert {kind for kind, _ in fast} == set(objective_types()) - {JointLikelihood}
     assert {family for _, family in fast} == set(toys.FAMILIES)
 
 

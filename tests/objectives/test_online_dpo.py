@@ -17,7 +17,8 @@ from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FrozenCopyFinetuning
-from tastemaker.objectives.online_dpo import MIN_REWARD, OnlineDPO, guidance_loss
+from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.reward_guidance import MIN_REWARD, guidance_loss
 from tastemaker.rewards.playground import PlaygroundJudgeReward
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train

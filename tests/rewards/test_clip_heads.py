@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from published_files import require_file
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -19,8 +21,10 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import to_uint8
+from tastemaker.models.downloads import download, download_heads, required_heads
 from tastemaker.rewards.clip_heads import (
     LAION_LAYOUT,
+    VADER_HEADS,
     VADER_LAYOUT,
     AestheticReward,
     ClipHeadScorer,
@@ -113,6 +117,64 @@ def test_real_heads_match_scores_recorded_from_vader(file: str, sha256: str, lay
     scores = head(golden["embed"])
     scores = scores.sigmoid() if column in ("rainy", "snowy") else scores
     torch.testing.assert_close(scores, golden[column], rtol=1e-5, atol=1e-5)
+
+
+def fitted_head(column: str) -> PublishedHead:
+    """A head that computes the recorded scores of the published one, by another affine map."""
+    golden = load_file(GOLDEN)
+    outputs = golden[column].logit() if column in ("rainy", "snowy") else golden[column]
+    head = PublishedHead(nn.Linear(768, 1))
+    head.layers[0].weight.data = torch.linalg.lstsq(golden["embed"], outputs[:, None]).solution.T
+    head.layers[0].bias.data.zero_()
+    return head
+
+
+def test_published_head_of_another_kind_is_refused_by_its_scores(clip: Path, tmp_path: Path) -> None:
+    specs: dict[str, Spec] = {
+        "aesthetic": AestheticReward(str(clip)),
+        "rainy": WeatherReward("rainy", str(clip)),
+        "snowy": WeatherReward("snowy", str(clip)),
+    }
+    for column in specs:
+        path = save_state_dict(fitted_head(column), tmp_path / f"{column}.pt")
+        for asked, spec in specs.items():
+            code = "TM379" if asked == column else "TM885"  # the right head then fails on the tiny CLIP's width
+            with pytest.raises(ConfigError, match=code):
+                replace(spec, head=str(path)).load(Placement())
+    random_head = save_state_dict(laion_head(), tmp_path / "snowy_reward.pt")
+    with pytest.raises(ConfigError, match=r"snowy_reward\.pt.*head of snow.*TM886"):
+        replace(specs["snowy"], head=str(random_head)).load(Placement())
+    with pytest.raises(ConfigError, match=r"snowy_reward\.pt.*head of rain.*TM881"):
+        replace(specs["rainy"], head=str(random_head)).load(Placement())
+    with pytest.raises(ConfigError, match=r"aesthetic-model\.pth or sac.*aesthetic\.pt.*TM880"):
+        replace(specs["aesthetic"], head=str(tmp_path)).load(Placement())
+
+
+def test_download_fetches_the_heads_of_vader_and_checks_them(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    for file, source in VADER_HEADS.items():
+        monkeypatch.setitem(VADER_HEADS, file, replace(source, url=(published / file).as_uri()))
+        assert source.url == f"https://github.com/mihirp1998/VADER/raw/HEAD/assets/{file}"
+    monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *names: tmp_path.joinpath("assets", *names))
+    monkeypatch.chdir(tmp_path)
+    console = Console(quiet=True)
+    with pytest.raises(ConfigError, match=r"snowy_reward\.pt.*tastemaker download vader-heads.*TM378"):
+        WeatherReward("snowy", str(clip)).load(Placement())
+    save_state_dict(fitted_head("snowy"), published / "snowy_reward.pt")
+    download(["{type: clipped, max: 1, reward: {type: weather, kind: snowy}}"], only_list=True, console=console)
+    assert not VADER_HEADS["snowy_reward.pt"].path.is_file()
+    download_heads(required_heads("{type: weather, kind: snowy}"), only_list=False, console=console)
+    with pytest.raises(ConfigError, match="TM379"):  # the head is found, and wider than the tiny CLIP
+        WeatherReward("snowy", str(clip)).load(Placement())
+    save_state_dict(fitted_head("snowy"), published / "rainy_reward.pt")
+    with pytest.raises(ConfigError, match=r"rainy_reward\.pt.*head of snow.*TM885"):
+        download_heads(required_heads("rainy"), only_list=False, console=console)
+    assert not VADER_HEADS["rainy_reward.pt"].path.is_file()
+    needed = [required_heads(name) for name in ("vader-heads", "vader-videocrafter2-compression", "aesthetic")]
+    assert [len(heads) for heads in needed] == [3, 1, 0]
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +302,7 @@ def test_missing_weights_name_file_and_source(clip: Path) -> None:
         ),
         (
             WeatherReward("snowy", str(clip)),
-            "'snowy_reward.pt'.*assets/snowy_reward.pt",
+            "'snowy_reward.pt'.*assets/snowy_reward.pt.*vader-heads",
         ),
         (CompressionScoreReward(weights=str(clip)), "'compression_reward.pt'"),
     ]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.rewards.backbones import open_clip
 from tastemaker.rewards.backbones.preprocessing import Preprocessing
+from tastemaker.rewards.backbones.published_files import require_image_encoder
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
+from tastemaker.rewards.clip import ClipReward
 from tastemaker.rewards.hps import HpsReward
+from tastemaker.rewards.imagereward import ImageReward
 from tastemaker.rewards.pickscore import PickScoreReward
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
@@ -67,25 +71,64 @@ def test_published_file_scores_match_transformers(net: Any, folder: str, publish
 
 @torch.no_grad()
 @pytest.mark.parametrize("file", ["open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"])
-def test_open_clip_directory_is_read(file: str, net: Any, folder: str, tmp_path: Path) -> None:
+def test_open_clip_directory_is_read_as_clip_and_not_as_hps(file: str, net: Any, folder: str, tmp_path: Path) -> None:
     save_file({key: x.clone() for key, x in open_clip_state(net).items()}, tmp_path / file)
     expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
-    scores = HpsReward(weights=str(tmp_path), tokenizer=folder).load(Placement()).score(PIXELS, PROMPTS, NO_METADATA)
+    clip = ClipReward(weights=str(tmp_path), tokenizer=folder, resize_mode="pad", overshoot="keep")
+    torch.testing.assert_close(clip.load(Placement()).score(PIXELS, PROMPTS, NO_METADATA), expected, atol=1e-6, rtol=0)
+    with pytest.raises(ConfigError, match=rf"HPS_v2\.1_compressed\.pt.*{re.escape(file)}.*TM880"):
+        HpsReward(weights=str(tmp_path), tokenizer=folder).load(Placement())
+    with pytest.raises(ConfigError, match=rf"{re.escape(file)}.*HPS v2\.1.*TM881"):
+        HpsReward(weights=str(tmp_path / file), tokenizer=folder).load(Placement())
+    with pytest.raises(ConfigError, match=rf"{re.escape(file)}.*PickScore.*TM88[13]"):
+        PickScoreReward(weights=str(tmp_path), tokenizer=folder).load(Placement())
+
+
+@torch.no_grad()
+def test_transformers_file_is_read(net: Any, folder: str) -> None:
+    weights = str(Path(folder) / "model.safetensors")
+    scores = HpsReward(weights=weights).load(Placement()).score(PIXELS, PROMPTS, NO_METADATA)
+    expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
     torch.testing.assert_close(scores, expected, atol=1e-6, rtol=0)
 
 
 @torch.no_grad()
-def test_transformers_directory_is_read(net: Any, folder: str) -> None:
-    scores = HpsReward(weights=folder).load(Placement()).score(PIXELS, PROMPTS, NO_METADATA)
+def test_missing_version_is_refused_instead_of_another_file(net: Any, folder: str, tmp_path: Path) -> None:
+    """The folder `hps_ckpt` of SRPO holds v2.1 and the base CLIP, whose scores are nobody's HPS."""
+    published = save_original_checkpoints(net, tmp_path / "hps_ckpt")[0]
+    directory = Path(published).parent
+    base = build_clip()
+    base.visual_projection.weight.data.neg_()
+    torch.save(open_clip_state(base), directory / "open_clip_pytorch_model.bin")
+    scores = HpsReward(weights=str(directory), tokenizer=folder).load(Placement()).score(PIXELS, PROMPTS, NO_METADATA)
     expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
     torch.testing.assert_close(scores, expected, atol=1e-6, rtol=0)
+    with pytest.raises(ConfigError, match=r"HPS_v2_compressed\.pt.*HPS_v2\.1_compressed\.pt.*TM880"):
+        HpsReward(version="v2.0", weights=str(directory), tokenizer=folder).load(Placement())
+    with pytest.raises(ConfigError, match=r"is HPS v2\.1.*HPS v2\.0.*TM881"):
+        HpsReward(version="v2.0", weights=published, tokenizer=folder).load(Placement())
+    with pytest.raises(ConfigError, match=r"open_clip_pytorch_model\.bin.*PickScore.*TM883"):
+        PickScoreReward(weights=str(directory), tokenizer=folder).load(Placement())
+    with pytest.raises(ConfigError, match=r"ImageReward\.pt.*TM880"):
+        ImageReward(weights=str(directory)).load(Placement())
 
 
-def test_version_selects_the_file_in_a_directory(folder: str, published: tuple[str, str]) -> None:
-    directory = str(Path(published[0]).parent)
-    HpsReward(weights=directory, tokenizer=folder).load(Placement())
-    with pytest.raises(ConfigError, match=r"no weights.*TM507"):
-        HpsReward(version="v2.0", weights=directory, tokenizer=folder).load(Placement())
+def test_clip_of_another_published_size_is_refused() -> None:
+    path, position = Path("weights.pt"), "vision_model.embeddings.class_embedding"
+    for width in (1280, 128):  # ViT-H, and one that nobody published
+        require_image_encoder({position: torch.zeros(width)}, "ViT-H", path, "`weights` of hps")
+    for tensors in ({position: torch.zeros(1024)}, {}):
+        with pytest.raises(ConfigError, match=r"`weights` of hps.*ViT-H.*TM882"):
+            require_image_encoder(tensors, "ViT-H", path, "`weights` of hps")
+
+
+def test_network_with_more_layers_than_its_config_is_refused(net: Any, tmp_path: Path) -> None:
+    folder = Path(save_checkpoint(net, tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"text_model\.encoder\.layers\.1.*config\.json.*TM884"):
+        ClipReward(weights=str(folder)).load(Placement())
 
 
 @torch.no_grad()
@@ -129,6 +172,8 @@ def test_head_counts_are_read_from_open_clip_config(tmp_path: Path) -> None:
     config_file.write_text(json.dumps({"model_cfg": model_config}))
     expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
     torch.testing.assert_close(spec.load(Placement()).score(PIXELS, PROMPTS, NO_METADATA), expected, atol=1e-6, rtol=0)
+    config_file.write_text(json.dumps({"model_cfg": {**model_config, "quick_gelu": True}}))
+    assert spec.load(Placement()).net.config.vision_config.hidden_act == "quick_gelu"
     config_file.write_text("{}")
     with pytest.raises(ConfigError, match=r"open_clip_config\.json.*TM367"):
         spec.load(Placement())
@@ -153,7 +198,9 @@ def test_pickscore_crops_tensors_as_torchvision_does(net: Any, folder: str) -> N
 
 @pytest.mark.parametrize("resize_mode", ["pad", "crop", "stretch"])
 def test_gradients_agree_with_finite_differences(resize_mode: Any, net: Any, folder: str) -> None:
-    scorer = HpsReward(weights=folder, resize_mode=resize_mode).load(Placement(dtype=torch.float64))
+    scorer = HpsReward(weights=f"{folder}/model.safetensors", resize_mode=resize_mode).load(
+        Placement(dtype=torch.float64)
+    )
     pixels = PIXELS[:2].double().requires_grad_()
     gradient = torch.autograd.grad(scorer.score(pixels, PROMPTS[:2], NO_METADATA[:2]).sum(), pixels)[0]
     direction = torch.randn(pixels.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -166,8 +213,11 @@ def test_gradients_agree_with_finite_differences(resize_mode: Any, net: Any, fol
 
 @torch.no_grad()
 def test_bfloat16_scores_are_close_to_float32(folder: str) -> None:
-    float32 = HpsReward(weights=folder).load(Placement()).score(PIXELS, PROMPTS, NO_METADATA)
-    bfloat16 = HpsReward(weights=folder).load(Placement(dtype=torch.bfloat16)).score(PIXELS, PROMPTS, NO_METADATA)
+    spec = HpsReward(weights=f"{folder}/model.safetensors")
+    float32, bfloat16 = (
+        spec.load(Placement(dtype=dtype)).score(PIXELS, PROMPTS, NO_METADATA)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert bfloat16.dtype == torch.float32
     torch.testing.assert_close(bfloat16, float32, atol=0.02, rtol=0)
 

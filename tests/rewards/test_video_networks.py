@@ -248,6 +248,8 @@ def test_missing_wrong_or_truncated_weights_are_refused(
     with pytest.raises(ConfigError, match=spec.weights):
         replace(spec, weights=spec.weights).load(Placement())
     correct, wrong = (kinetics, vjepa_folder) if isinstance(spec, ActionReward) else (vjepa_folder, kinetics)
+    with pytest.raises(ConfigError, match=r"`weights` of (actpred|vjepa).*TM893"):
+        replace(spec, weights=str(wrong)).load(Placement())
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((correct / name).read_bytes())
     (tmp_path / "model.safetensors").write_bytes((wrong / "model.safetensors").read_bytes())

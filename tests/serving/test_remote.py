@@ -105,6 +105,13 @@ def test_other_modality_than_the_served_reward_is_refused() -> None:
         RemoteReward(url).load(Placement())
 
 
+def test_server_of_another_reward_is_refused() -> None:
+    with serve_on_free_port(ColorReward()) as url:
+        RemoteReward(url, served_reward="it").load(Placement())
+        with pytest.raises(ConfigError, match=r"'it'.*served_reward.*TM892"):
+            RemoteReward(url, served_reward="hps").load(Placement())
+
+
 @pytest.mark.parametrize(
     "answer", [b'{"scores": [1]}', b'{"scores": [1, null]}', b'{"scores": "no"}', b"[]", b"<html>"]
 )

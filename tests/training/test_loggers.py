@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from tastemaker.config.dump import config_to_dict
@@ -127,7 +128,10 @@ def test_tensorboard_logs_metrics_and_samples_and_replaces_repeated_steps(tmp_pa
     assert {"loss", "reward/mean", "samples_per_second", "samples/color", "guard/diversity"} <= set(
         log.Tags()["scalars"]
     )
-    assert log.Images("samples")[-1].step == 4
+    last = log.Images("samples")[-1]
+    assert last.step == 4
+    with Image.open(BytesIO(last.encoded_image_string)) as image:
+        assert (getattr(image, "n_frames", 1), image.size) == (frames, (last.width, last.height))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +159,43 @@ def test_wandb_is_offline_by_default(tmp_path: Path, frames: int, monkeypatch: p
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     assert all((tmp_path / "wandb-id").read_text() in path.name for path in runs)
+
+
+class FakeWandb(ModuleType):
+    """Records what a run logs; a video is its caption and the number of frames in its file when it is logged."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.logged: list[Mapping[str, Any]] = []
+
+    def init(self, **settings: Any) -> FakeWandb:
+        return self
+
+    def Settings(self, **settings: Any) -> None:
+        return None
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        return None
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        self.logged.append({key: [read() for read in x] if isinstance(x, list) else x for key, x in values.items()})
+
+    def finish(self) -> None:
+        return None
+
+    def Video(self, path: str, caption: str, format: str) -> Any:
+        return lambda: (caption, format, len(read_image(Path(path))))
+
+
+@pytest.mark.parametrize("format", ["mp4", "gif"])
+def test_wandb_logs_clips_with_their_prompts(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("tastemaker.training.loggers.wandb.video_suffix", lambda: format.replace("gif", "png"))
+    assert log_events([WandbLogger("demo")], make_events(tmp_path, frames=6)) == ""
+    logged = next(values for values in wandb.logged if "samples" in values)
+    assert logged["samples"][:2] == [("a red cat", format, 6), ("a dog", format, 6)] and len(logged["samples"]) == 3
+    assert (logged["samples/color"], logged["step"]) == (0.75, 3)
 
 
 class FakeTrackio(ModuleType):

@@ -13,9 +13,11 @@ from torch import Tensor
 from tastemaker.config.build import build, make_tiny
 from tastemaker.config.check import find_problems
 from tastemaker.config.load import load
+from tastemaker.config.schema import SampleConfig
 from tastemaker.core.policy import Guidance
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.evaluation.benchmark_run import EvaluationOptions, build_sample_fn, load_benchmark
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.flux_kontext import FluxKontextSpec
 from tastemaker.models.qwen_image import QwenImageSpec
@@ -27,7 +29,7 @@ from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
 from tastemaker.processes.masked import MaskedProcess
 from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.search.best_of_n import SingleSample
-from tastemaker.search.generation import GenerationOptions, run_search
+from tastemaker.search.generation import GenerationOptions, describe_inference, resolve_source, run_search
 from tastemaker.training.loop import train_step
 from tastemaker.training.run import SAMPLE_STEP, Run
 from tastemaker.training.samples import generate_samples, sample_pixels, sampling_policy
@@ -123,6 +125,28 @@ def test_samples_have_the_configured_size_and_steps(tmp_path: Path) -> None:
     with torch.no_grad():
         final = policy.process.start(model, model.embed(["a red", "a blue"]), rng).finish().final
     assert model.decode(final).equal(pixels)
+
+
+def test_generation_and_evaluation_use_the_settings_of_sample(tmp_path: Path) -> None:
+    """SRPO trains at 720x720 with 25 steps and shows 1024x1024 with 50; explicit settings win."""
+    config = resolve_source("srpo-flux-hps", [])[0]
+    published = {"height": 1024, "width": 1024, "num_steps": 50, "guidance_scale": 3.5}
+    assert config.sample.inference_settings() == published
+    assert (config.model.height, config.process.num_steps) == (720, 25)  # type: ignore[attr-defined]
+    settings = ["process.num_steps=9", "model={width: 512}", "sample.guidance_scale=2", "model.guidance_scale=1"]
+    changed = resolve_source("srpo-flux-hps", settings)[0].sample.inference_settings()
+    assert changed == {"height": 1024, "guidance_scale": 2}
+    assert describe_inference(config.sample) == (
+        "settings of `sample`: height 1024, width 1024, num steps 50, guidance scale 3.5"
+    )
+    options = GenerationOptions(PromptBatch(("a red",), ({},)), 1, 0, SingleSample(), "live", tmp_path)
+    assert options.fingerprint(config, None) != options.fingerprint(replace(config, sample=SampleConfig()), None)
+    run = build_run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=3)
+    pixels, _, cost = run_search(run, options, [0])
+    assert (pixels.shape, cost.calls) == ((1, 1, 3, 64, 48), 3)
+    sample_fn = build_sample_fn(run, EvaluationOptions(load_benchmark("playeval", 8, 1)), "live", tiny=True)
+    pixels, cost = sample_fn(options.prompts, torch.tensor([0]))
+    assert (pixels.shape, cost.calls) == ((1, 1, 3, 64, 48), 3)
 
 
 def test_sample_guidance_scale_sets_classifier_free_guidance(tmp_path: Path) -> None:

@@ -145,17 +145,18 @@ class ShowoTransformer(nn.Module):
         start_position: int = 0,
         use_cache: bool = False,
         image_features: Tensor | None = None,
+        feature_mask: Tensor | None = None,
     ) -> tuple[Tensor, ShowoKVCache]:
         """Logits in float32 for ids [B, L], and the keys and values of these ids if `use_cache`.
 
         The logits are restricted to a slice of the positions and of the vocabulary. `attention_mask`
         [B, 1, L, past + L] is True where a query (dimension 2) sees a key. The first id stands at `start_position`,
         after the positions in `past`, of which row `past_rows[b]` belongs to row b. `image_features` [B, n, features]
-        replace the embeddings of mask tokens.
+        replace the embeddings of mask tokens, or of the tokens where `feature_mask` [B, L] is True.
         """
         h = self.showo.model.embed_tokens(ids)
         if image_features is not None:
-            masked = (ids == self.config.vocabulary.mask_id)[..., None]
+            masked = (ids == self.config.vocabulary.mask_id if feature_mask is None else feature_mask)[..., None]
             h = h.masked_scatter(masked, self.mm_projector(image_features.to(h.dtype)).to(h.dtype))
         rotary, new_cache = self.rotary_embedding(h, start_position), []
         for i, layer in enumerate(self.showo.model.layers):

@@ -170,7 +170,7 @@ class OpenSoraSpec(ModelSpec):
 
     weights: str = STDIT.hub  # of STDiT3: a file, a folder or a hub name
     vae: str = VAE.hub  # a file, a folder or a hub name
-    text_encoder: str = T5.hub  # T5 v1.1 XXL: a folder with text_encoder and tokenizer, or a hub name
+    text_encoder: str = T5.hub  # T5 v1.1 XXL: a hub name, or its folder, with or without text_encoder/ and tokenizer/
     resolution: str = "240p"  # 144p to 4k, or height and width such as 276x368
     aspect_ratio: str = "3:4"  # height : width
     duration: str | int = "2s"  # 2s to 32s, or a number of frames; 1 is an image

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from ...core.cards import IMAGE_COT
 from ...core.distributions import Categorical
 from ...core.guidance import batch_conditions
 from ...core.policy import Backbone, Guidance, Process
+from ...core.registry import ConfigError
 from ...core.types import Condition, Corrupted, Metadata, Placement, Prompts
 from ...processes.masked import MaskedProcess
 from .. import loading
@@ -34,11 +36,11 @@ from ..nets.vq import ColorTokenizer
 from ..pipeline_components import TINY
 from ..pretrained import WeightsSource
 from .inpainting import known_tokens
+from .joint import joint_log_likelihood
 from .prompt_tokenizer import BYTE_TOKENIZER, PHI, ShowoPromptTokenizer, load_text_tokenizer
 from .vision_encoder import CLIP, ClipVisionEncoder, vision_feature_size
 from .vqa import AnswerLogits, score_answers
 
-COT = "ZiyuG/Image-Generation-CoT"
 FILE = "pytorch_model.safetensors"
 MAGVIT = WeightsSource("showlab/magvitv2", FILE, "0.4 GB", "MIT")
 SHOWO_LICENSES = {"show-o": "MIT", "show-o-512x512": "Apache-2.0", "show-o-512x512-wo-llava-tuning": "Apache-2.0"}
@@ -56,7 +58,7 @@ PUBLISHED_SHOWO = {
         for name, license in SHOWO_LICENSES.items()
     },
     **{f"showlab/{name}": WeightsSource(f"showlab/{name}", FILE, "5.8 GB") for name in CLIP_VIT_RELEASES},
-    **{name: WeightsSource(COT, f"{folder}/pytorch_model.bin", "2.9 GB") for name, folder in COT_STAGES.items()},
+    **{name: WeightsSource(IMAGE_COT, f"{folder}/pytorch_model.bin", "2.9 GB") for name, folder in COT_STAGES.items()},
 }
 
 
@@ -114,6 +116,16 @@ class ShowoBackbone(Backbone):
     def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], answers: Sequence[str]) -> AnswerLogits:
         return score_answers(self, pixels, turns, answers)
 
+    def joint_log_likelihood(
+        self,
+        x: Tensor,
+        noisy: Corrupted,
+        cond: Condition,
+        conversations: Sequence[Metadata],
+        question_pixels: Tensor,
+    ) -> Tensor:
+        return joint_log_likelihood(self, x, noisy, cond, conversations, question_pixels)
+
     def encode(self, pixels: Tensor) -> Tensor:
         # In float32, because rounding would change the signs that tokens are made of.
         with torch.no_grad(), torch.autocast(pixels.device.type, enabled=False):
@@ -131,6 +143,13 @@ def build_network(spec: ShowoSpec, placement: Placement) -> ShowoTransformer:
         with torch.device("meta"):
             net = ShowoTransformer(spec.network_config())
         source = PUBLISHED_SHOWO.get(spec.weights)
+        stage = Path(spec.weights).name
+        if source is None and stage in COT_STAGES and not Path(spec.weights).expanduser().exists():
+            raise ConfigError(
+                f"model.weights: there is no folder '{spec.weights:.200}'; for the published weights run `tastemaker "
+                f"download {stage}` and set model.weights={stage}"
+                " [TM900]"
+            )
         tensors = loading.read_checkpoint(source.hub if source else spec.weights, source)
         loading.assign_state_dict(net, tensors, dtype, spec.weights)
         return net.to(placement.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ ResizeMode = Literal["crop", "pad", "stretch"]
 ClipResizeMode = Literal["stretch", "crop"]  # VADER's, with a bilinear filter; CLIP's own, with a bicubic one
 Inputs = dict[str, Any]
 Tokenize = Callable[[list[str], torch.device], Inputs]
+CheckWeights = Callable[[Path, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class TextFeatureCache:
@@ -159,21 +160,29 @@ class ImageTextModel:
         return ImagePreprocessing(preprocessing, interpolate_positions=preprocessing.size != self.image_size)
 
 
-def load_image_text_model(weights: str, source: WeightsSource, placement: Placement) -> ImageTextModel:
-    """A frozen dual encoder of a local path or a downloaded repository, in the layout of transformers or open_clip."""
+def load_image_text_model(
+    weights: str, source: WeightsSource, placement: Placement, check: CheckWeights | None = None
+) -> ImageTextModel:
+    """A frozen dual encoder of a local path or a downloaded repository, in the layout of transformers or open_clip.
+
+    `check` gets the path, the tensors under their own names and under those of transformers; it refuses other weights.
+    """
     import transformers
 
     if weights == TINY:
         return ImageTextModel(_tiny_clip(placement), Path(TINY), 100.0)
     path = find_weights(weights, source)
-    if path.is_dir() and source.file and (path / source.file).is_file():
-        path = path / source.file
-    tensors = {key: x for key, x in load_state_dict(path).items() if not key.endswith("position_ids")}
+    original = load_state_dict(path)
+    tensors = {key: x for key, x in original.items() if not key.endswith("position_ids")}
     if open_clip.MARKER in tensors or f"module.{open_clip.MARKER}" in tensors:
         tensors = open_clip.convert_keys(tensors, weights)
-        config = open_clip.clip_config(tensors, weights, open_clip.read_head_counts(_folder(path)))
+        settings = open_clip.read_settings(_folder(path))
+        options = (settings.num_heads, settings.activation) if settings else ()
+        config = open_clip.clip_config(tensors, weights, *options)
     else:
         config = _read_model_config(path)
+    if check is not None:
+        check(path, original, tensors)
     net = load_network(getattr(transformers, MODEL_CLASSES[config.model_type]), config, path, placement, tensors)
     bias = float(tensors["logit_bias"]) if "logit_bias" in tensors else 0.0
     return ImageTextModel(net, path, float(tensors["logit_scale"].double().exp()), bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...core.reward import TINY as TINY
 from ...core.types import Placement
 from ...models.pretrained import load_state_dict
 
+LAYER_NUMBER = re.compile(r"\.\d+\.")
 ROPE_FREQUENCIES = "inv_freq"  # transformers' name of the buffer
 
 
@@ -33,6 +35,15 @@ def read_config(path: Path) -> dict[str, Any]:
             "the folder again [TM356]"
         )
     return config
+
+
+def require_model_type(path: Path, expected: str, key: str) -> None:
+    """Refuse a folder whose config.json is of another type of network."""
+    found = read_config(path if path.is_dir() else path.parent).get("model_type")
+    if found != expected:
+        raise ConfigError(
+            f"{key} is '{path!s:.200}', the folder of a network of the type {found!s:.40}; expected {expected} [TM893]"
+        )
 
 
 def load_network(
@@ -53,6 +64,14 @@ def load_network(
     if missing:
         raise ConfigError(
             f"{path} lacks '{missing[0]}' and {len(missing) - 1} more tensors; download the folder again [TM358]"
+        )
+    kinds = {LAYER_NUMBER.sub(".N.", key) for key in net.state_dict()}
+    surplus = [key for key in sorted(map(str, info["unexpected_keys"])) if LAYER_NUMBER.sub(".N.", key) in kinds]
+    if surplus:  # heads of other tasks are no layers of this network, and are ignored
+        raise ConfigError(
+            f"{path} holds '{surplus[0]}' and {len(surplus) - 1} more tensors of layers that its config.json does not "
+            "have; fetch the folder again"
+            " [TM884]"
         )
     return freeze_network(net, placement)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ...evaluation.geneval_rules import CLASSES
 from ...models.pretrained import WeightsSource, find_weights, load_state_dict
 from . import mask2former_keys as keys
 from .frozen_models import TINY, freeze_network, load_network, random_network, read_config
+from .published_files import PublishedFile as PublishedFile
 
 HUB_WEIGHTS = WeightsSource("facebook/mask2former-swin-small-coco-instance", size="0.3 GB")
 CLASS_HEAD = "class_predictor."
@@ -25,44 +25,6 @@ STRIDE = 32  # input sides are multiples of it
 PADDING = 128.0  # pixel value, before normalization
 MAX_INSTANCES = 100  # per image
 Size = tuple[int, int]  # height, width
-
-
-@dataclass(frozen=True)
-class PublishedFile:
-    """A file that is published elsewhere than on the Hub, with the beginning of its SHA-256."""
-
-    name: str  # in settings
-    url: str
-    sha256_prefix: str
-    size: str
-    license: str
-
-    @property
-    def path(self) -> Path:
-        """Where the download is stored."""
-        from huggingface_hub import cached_assets_path
-
-        return Path(cached_assets_path("tastemaker", "geneval")) / self.url.rsplit("/", 1)[1]
-
-    def local_path(self) -> Path:
-        """The path of the downloaded file; refuses if it is missing."""
-        if not self.path.is_file():
-            raise ConfigError(
-                f"the weights '{self.name}' were not found; give a local path, or download {self.url} "
-                f"({self.size}, {self.license}) with `tastemaker download geneval` [TM359]"
-            )
-        return self.path
-
-    def verify(self, path: Path) -> Path:
-        """Return the path if its SHA-256 is that of the published file."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if not digest.startswith(self.sha256_prefix):
-            expected = f"the SHA-256 of {self.name} begins with {self.sha256_prefix}"
-            raise ConfigError(
-                f"{path} has the SHA-256 {digest[:12]}..., but {expected}; download the file again [TM360]"
-            )
-        return path
 
 
 # The file of GenEval's own script: keys of mmdet 3, weights of mmdet 2. mmdet puts digests into file names.

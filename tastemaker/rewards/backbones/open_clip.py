@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def _encoder(visual: str | None) -> str:
     return "vision_model" if visual else "text_model"
 
 
-def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, int] | None = None) -> Any:
+def clip_config(
+    tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, int] | None = None, activation: str = "gelu"
+) -> Any:
     """The CLIPConfig of converted tensors; numbers of heads (image, text) follow from the widths unless given."""
     from transformers import CLIPConfig
 
@@ -79,7 +82,7 @@ def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, 
         vocabulary = tensors["text_model.embeddings.token_embedding.weight"]
         length = len(tensors["text_model.embeddings.position_embedding.weight"])
         projection = len(tensors["visual_projection.weight"])
-        vision, text = _encoder_sizes(tensors, "vision_model"), _encoder_sizes(tensors, "text_model")
+        vision, text = (_encoder_sizes(tensors, name, activation) for name in ("vision_model", "text_model"))
     except (KeyError, IndexError) as error:
         raise ConfigError(
             f"the weights '{name:.200}' do not contain {error}; give a complete CLIP model of open_clip [TM365]"
@@ -104,15 +107,25 @@ def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, 
     )
 
 
-def read_head_counts(folder: Path) -> tuple[int, int] | None:
-    """Numbers of attention heads (image, text) from open_clip's settings, if they are there."""
+@dataclass(frozen=True)
+class OpenClipSettings:
+    """What open_clip's settings say about a network and its tensors do not."""
+
+    num_heads: tuple[int, int]  # of attention, in the image and in the text encoder
+    activation: str = "gelu"
+
+
+def read_settings(folder: Path) -> OpenClipSettings | None:
+    """Heads and activation from open_clip's settings, if they are there."""
     path = folder / SETTINGS
     if not path.is_file():
         return None
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-        vision, text = (settings.get("model_cfg", settings)[name] for name in ("vision_cfg", "text_cfg"))
-        return int(vision["width"]) // int(vision.get("head_width", 64)), int(text["heads"])
+        model = settings.get("model_cfg", settings)
+        vision, text = (model[name] for name in ("vision_cfg", "text_cfg"))
+        heads = int(vision["width"]) // int(vision.get("head_width", 64)), int(text["heads"])
+        return OpenClipSettings(heads, "quick_gelu" if model.get("quick_gelu") else "gelu")
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{path} does not contain the number of attention heads of a ViT ({error!r:.100}); download the file "
@@ -120,8 +133,8 @@ def read_head_counts(folder: Path) -> tuple[int, int] | None:
         ) from error
 
 
-def _encoder_sizes(tensors: Mapping[str, Tensor], encoder: str) -> dict[str, Any]:
+def _encoder_sizes(tensors: Mapping[str, Tensor], encoder: str, activation: str) -> dict[str, Any]:
     fc1 = tensors[f"{encoder}.encoder.layers.0.mlp.fc1.weight"]
     layers = 1 + max(int(key.split(".")[3]) for key in tensors if key.startswith(f"{encoder}.encoder.layers."))
     sizes = {"hidden_size": fc1.shape[1], "intermediate_size": len(fc1), "num_hidden_layers": layers}
-    return {**sizes, "hidden_act": "gelu"}
+    return {**sizes, "hidden_act": activation}

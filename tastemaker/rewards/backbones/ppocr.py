@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.registry import ConfigError
+from ...models.protobuf_reader import Fields, chunks, messages, read_fields, read_varint, text
 
 # Channels in, channels out, vertical stride, and whether squeeze-and-excitation follows the depthwise convolution.
 BLOCKS = (
@@ -153,9 +154,6 @@ class OnnxWeights:
     metadata: dict[str, str]
 
 
-Fields = dict[int, list[int | memoryview]]
-
-
 def read_onnx(path: Path) -> OnnxWeights:
     """The weights of an ONNX file that holds its tensors itself; the numbers of fields are those of onnx.proto."""
     try:
@@ -167,46 +165,6 @@ def read_onnx(path: Path) -> OnnxWeights:
         return OnnxWeights(weights, {text(x, 1): text(x, 2) for x in messages(model, 14)})
     except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read as an ONNX file ({error}); install rapidocr again [TM370]") from error
-
-
-def read_fields(data: memoryview) -> Fields:
-    """The fields of one protobuf message by number, each as often as it occurs: integers, or bytes."""
-    fields: Fields = {}
-    position = 0
-    while position < len(data):
-        key, position = read_varint(data, position)
-        number, wire_type = key >> 3, key & 7
-        if wire_type == 0:
-            value, position = read_varint(data, position)
-            fields.setdefault(number, []).append(value)
-        else:
-            size, position = read_varint(data, position) if wire_type == 2 else ({1: 8, 5: 4}[wire_type], position)
-            fields.setdefault(number, []).append(data[position : position + size])
-            position += size
-    return fields
-
-
-def read_varint(data: memoryview, position: int) -> tuple[int, int]:
-    """An integer of seven bits a byte, and the position after it."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value |= (byte & 127) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 128:
-            return value, position
-
-
-def chunks(fields: Fields, number: int) -> Iterator[memoryview]:
-    return (value for value in fields.get(number, ()) if isinstance(value, memoryview))
-
-
-def messages(fields: Fields, number: int) -> Iterator[Fields]:
-    return (read_fields(value) for value in chunks(fields, number))
-
-
-def text(fields: Fields, number: int) -> str:
-    return str(next(chunks(fields, number)), "utf-8")
 
 
 def read_tensor(fields: Fields) -> Tensor:

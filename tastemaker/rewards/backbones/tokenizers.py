@@ -54,10 +54,12 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
     from transformers import AutoTokenizer, BertTokenizer, CLIPTokenizer
 
     folder = weights if weights.is_dir() else weights.parent
-    if name is not None or not _has_tokenizer(folder):
+    if name is not None or not has_tokenizer(folder):
         path = find_weights(source.hub if name is None else name, source)
         folder = path if path.is_dir() else path.parent
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder) and has_tokenizer(folder / "tokenizer"):  # of a pipeline, such as FLUX
+        folder = folder / "tokenizer"
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{folder} holds no tokenizer; expected one of {', '.join(FILES)}; add the files, or set `tokenizer` "
             "to another folder [TM371]"
@@ -70,7 +72,8 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
         raise ConfigError(
             f"the tokenizer in {folder} cannot be read ({reason:.200}); download it again [TM372]"
         ) from error
-    if len(tokenizer) > vocab_size:
+    # The last token of CLIP ends a text, and the network pools its features there.
+    if len(tokenizer) > vocab_size or (kind == "clip" and len(tokenizer) != vocab_size):
         raise ConfigError(
             f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network has {vocab_size}; use the "
             "tokenizer of this network [TM373]"
@@ -78,7 +81,8 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
     return tokenizer
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
     return any((folder / file).is_file() for file in FILES)
 
 
@@ -99,3 +103,12 @@ def tiny_bert_tokenizer() -> Any:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = [*special, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)]
     return BertTokenizer({token: number for number, token in enumerate(vocabulary)})
+
+
+def omit_tokenizer(
+    sources: Sequence[WeightsSource], source: WeightsSource, tokenizer: str | None, weights: str
+) -> tuple[WeightsSource, ...]:
+    """The sources without that of the tokenizer, if a setting names another one or one lies beside the weights."""
+    path = Path(weights).expanduser()
+    beside = path.exists() and has_tokenizer(path if path.is_dir() else path.parent)
+    return tuple(each for each in sources if each != source or not (tokenizer or beside))

@@ -1,4 +1,4 @@
-"""TensorBoard: metrics and samples."""
+"""TensorBoard: metrics and samples; videos are animated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from ...core.registry import ConfigError
-from ...data.image_io import make_contact_sheet
+from ...data.image_io import encode_gif, make_contact_sheet, make_grid
 from ..events import Event, GuardChecked, SamplesGenerated, TrainingStarted
 from .logger import logged_metrics
 
@@ -28,10 +28,22 @@ class TensorBoardLogger:
             self._writer = self._open(str(event.directory / "tensorboard"), purge_step=event.step + 1)
         for name, value in logged_metrics(event).items():
             self._writer.add_scalar(name, value, event.step)
-        if isinstance(event, SamplesGenerated):
+        if isinstance(event, SamplesGenerated) and event.pixels.shape[1] > 1:
+            self._add_clips(event)
+        elif isinstance(event, SamplesGenerated):
             self._writer.add_image("samples", make_contact_sheet(event.pixels, event.prompts).numpy(), event.step)
         if isinstance(event, GuardChecked) and event.warning:
             self._writer.add_text("guard/warning", event.warning, event.step)
+
+    def _add_clips(self, event: SamplesGenerated) -> None:
+        """Add a grid of videos as an animated GIF; `add_video` would need the package moviepy for the same."""
+        schema = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        grid = make_grid(event.pixels, captions=event.prompts)
+        image = schema.Summary.Image(
+            height=grid.shape[-2], width=grid.shape[-1], colorspace=3, encoded_image_string=encode_gif(grid)
+        )
+        summary = schema.Summary(value=[schema.Summary.Value(tag="samples", image=image)])
+        self._writer.file_writer.add_summary(summary, event.step)
 
     def close(self) -> None:
         if self._writer:

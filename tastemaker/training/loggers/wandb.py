@@ -7,10 +7,11 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...core.registry import ConfigError
-from ...data.image_io import make_contact_sheet, to_uint8
+from ...data.image_io import make_contact_sheet, save_image, to_uint8, video_suffix
 from ..events import Event, GuardChecked, SamplesGenerated, TrainingStarted
 from .logger import logged_metrics
 
@@ -32,12 +33,26 @@ class WandbLogger:
             self._start(event.directory)
             return
         values: dict[str, Any] = dict(logged_metrics(event))
+        if isinstance(event, SamplesGenerated) and event.pixels.shape[1] > 1:
+            self._log_clips(event, values)
+            return
         if isinstance(event, SamplesGenerated):
             values["samples"] = self._wandb.Image(to_uint8(make_contact_sheet(event.pixels, event.prompts)))
         if isinstance(event, GuardChecked) and event.warning:
             values["guard/warning"] = event.warning
         if values:
             self._run.log({**values, "step": event.step})
+
+    def _log_clips(self, event: SamplesGenerated, values: Mapping[str, Any]) -> None:
+        """Log each video with its prompt. From files, because wandb encodes arrays with the package moviepy only."""
+        suffix = "mp4" if video_suffix() == "mp4" else "gif"
+        with TemporaryDirectory() as folder:
+            clips = []
+            for index, (pixels, prompt) in enumerate(zip(event.pixels, event.prompts, strict=True)):
+                path = Path(folder) / f"{index:03d}.{suffix}"
+                save_image(pixels, path)
+                clips.append(self._wandb.Video(str(path), caption=prompt, format=suffix))
+            self._run.log({**values, "samples": clips, "step": event.step})  # copies the files
 
     def close(self) -> None:
         if self._run:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tastemaker.core.types import Placement
+from tastemaker.models.decoder_tiles import decode_in_tiles, tile_starts
 from tastemaker.models.ltx import LtxSpec
-from tastemaker.models.tiled_decoding import decode_in_tiles, tile_starts
 
 
 def upsample(latents: Tensor) -> Tensor:
