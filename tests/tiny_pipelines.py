@@ -50,6 +50,25 @@ def random_network(network_class: Any, config: Any, seed: int = 0) -> Any:
     return net.eval()
 
 
+def make_flux_pipeline(*, distilled: bool) -> Any:
+    """A small random FLUX, as diffusers' pipeline: dev (`distilled`) or schnell."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    from tastemaker.models.flux import TINY_CONFIGS
+
+    settings = {**TINY_CONFIGS["transformer"], "guidance_embeds": distilled}
+    return FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
+        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
+        byte_clip_tokenizer(),
+        random_network(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE}), 3),
+        byte_t5_tokenizer(),
+        random_network(FluxTransformer2DModel, settings, 4),
+    )
+
+
 @dataclass(frozen=True)
 class FixedNoise:
     """A stand-in for `Randomness` that returns fixed starting noise."""

@@ -49,7 +49,7 @@ class DiscriminatorTrainer:
     ) -> None:
         self.net, self.config = net, config
         # Always replicated: it is small, and batch norms have scalar buffers, which cannot be sharded.
-        replicated = replace(engine, strategy="replicated", compile=False, context_parallel=1)
+        replicated = replace(engine, strategy="replicated", compile=False, context_parallel=1, cpu_offload=False)
         self.engine = Engine(replicated, config.optim or optim, steps, config.seed)
         self.engine.prepare(FullWeights(net))
 

@@ -162,6 +162,9 @@ def plan(
         table.add_row(label, f"{getattr(estimate, key) / GIB:.1f}")
     table.add_row("peak", f"{estimate.total / GIB:.1f}", style="bold")
     console.print(table)
+    if estimate.host_memory:
+        host_gib = world_size * estimate.host_memory / GIB
+        console.print(f"Host memory of engine.cpu_offload: {host_gib:.1f} GiB over all ranks.", highlight=False)
     console.print(f"precision: {precision}", highlight=False, markup=False, soft_wrap=True)
     console.print(describe_batch(config, estimate, world_size))
     console.print(describe_step_time(config.steps, estimate, tflops, tbps))

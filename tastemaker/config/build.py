@@ -147,6 +147,9 @@ def _format_override(value: Any) -> str:
 def build_policy(config: RunConfig, placement: Placement, init_from: InitialWeights | None = None) -> Policy[Any]:
     """Load the model and add its process, guidance and the weight snapshots that the objective needs."""
     snapshots = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
+    if init_from is not None and placement.trainable_device == torch.device("meta"):
+        # The weights in `init_from` are copied below, so the network needs memory now.
+        placement = replace(placement, trainable_device=torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # adapters and other random weights are the same on every rank
         model = config.model.load(placement)
@@ -211,7 +214,7 @@ def build(
     config = adopt_class_names(config) if load_data else config
     emit_config_warnings(config)
     engine = start_engine(config)
-    placement = engine.placement(is_adapter=config.tuning.is_adapter)
+    placement = engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True)
     return Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,

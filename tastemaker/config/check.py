@@ -32,6 +32,7 @@ from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
 from .data_checks import BATCH_NAMES, DATA_TYPES, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
+from .engine_rules import ENGINE_RULES
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from .validate import build_component
 
@@ -213,48 +214,6 @@ def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
     return objective.find_token_problem(config.process, config.model.shape) if isinstance(objective, GRPO) else None
 
 
-def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
-    replicas = config.engine.hsdp_replicas
-    if config.engine.strategy != "hsdp" or world_size % replicas == 0:
-        return None
-    return (
-        f"engine.hsdp_replicas: {world_size} ranks cannot be divided into {replicas} replicas; start a multiple "
-        f"of {replicas} ranks with torchrun, or change engine.hsdp_replicas [TM795]"
-    )
-
-
-def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
-    size = config.engine.context_parallel
-    if size > 1 and not (isinstance(config, RunConfig) and config.model.supports_context_parallel):
-        return (
-            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, Qwen-Image, Wan and LTX only; "
-            "set engine.context_parallel=1"
-            " [TM920]"
-        )
-    if world_size == 1 or world_size % size == 0:
-        return None
-    return (
-        f"engine.context_parallel: {world_size} ranks cannot be divided into groups of {size}; start a multiple "
-        f"of {size} ranks with torchrun, or change engine.context_parallel [TM796]"
-    )
-
-
-def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
-    engine = config.engine
-    settings = {
-        "compile": engine.compile,
-        "strategy": engine.strategy != "replicated",
-        "context_parallel": engine.context_parallel > 1,
-    }
-    conflicts = [name for name, active in settings.items() if active]
-    if not engine.cuda_graphs or not conflicts:
-        return None
-    return (
-        f"engine.cuda_graphs: CUDA graphs cannot be combined with engine.{conflicts[0]}; set "
-        f"engine.cuda_graphs=false, or remove engine.{conflicts[0]} [TM797]"
-    )
-
-
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
     if config.sample.weights == "ema" and config.ema_decay == 0:
         return (
@@ -339,9 +298,7 @@ def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
 
 
 COMMON_RULES: tuple[CommonRule, ...] = (
-    check_hsdp_replicas,
-    check_context_parallel,
-    check_cuda_graphs,
+    *ENGINE_RULES,
     check_data_files,
 )
 RUN_RULES: tuple[Rule, ...] = (

@@ -58,6 +58,7 @@ class EngineConfig:
     reduce_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # of gradients between ranks
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of trained weights; bf16 rounds stochastically
     activation_memory: Literal["keep", "checkpoint", "offload"] = "keep"  # for the backward pass
+    cpu_offload: bool = False  # fsdp and hsdp only: keep weights, gradients and optimizer state in host memory
     attention_backend: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
     compile: bool = False  # torch.compile, block by block for large networks: slow start, then faster
     cuda_graphs: bool = False  # capture and replay calls without gradient; faster for small networks

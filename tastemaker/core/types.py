@@ -218,3 +218,6 @@ class Placement:
     dtype: torch.dtype = torch.float32  # of frozen parts
     attention_backend: str = "auto"
     trainable_dtype: torch.dtype | None = None  # of the network that trains; default `dtype`, float32 under fp16
+    # Of the network that trains; default `device`. On the meta device its weights stay in their files until the engine
+    # has sharded it; a network that cannot be loaded like that is loaded into host memory.
+    trainable_device: torch.device | None = None

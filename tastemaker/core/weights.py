@@ -29,6 +29,18 @@ class NetworkTraits:
     cudnn_backward: bool = False  # the gradient of attention is contiguous, so cuDNN's backward kernel is safe
 
 
+class DeferredTensors(Protocol):
+    """The tensors of a network on the meta device, in the attribute `deferred_tensors` of its module.
+
+    They stay in their files until the network is sharded; then each rank reads its rows of each.
+    """
+
+    fingerprint: str  # the same on ranks that read the same files
+
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        """Return `count` rows of a tensor from `start` on, in the dtype that the network is loaded in."""
+
+
 class TrainableModel:
     """Owner of the network that trains. Calls go through the attribute `net`, so that it can be replaced."""
 
@@ -121,7 +133,8 @@ class FullWeights(Weights):
         live = dict(self.net.named_parameters())
         if name not in self.snapshots:
             self.snapshots[name] = {
-                key: p.detach().to("cpu", copy=True) if self.snapshots_on_cpu else p.detach().clone()
+                # Weights on the meta device have no values yet: the engine copies them once it has read them.
+                key: p.detach().to("cpu", copy=True) if self.snapshots_on_cpu and not p.is_meta else p.detach().clone()
                 for key, p in live.items()
             }
         snapshot = self.snapshots[name]

@@ -64,7 +64,7 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
     dtype = torch.bfloat16 if engine.precision in ("bf16", "fp16") else torch.float32
     trained = torch.bfloat16 if engine.param_dtype == "bf16" else torch.float32
     placement = Placement(torch.device("cpu"), dtype, engine.attention_backend, trained)
-    sharded = world > 1 and engine.strategy != "replicated"
+    sharded = (world > 1 and engine.strategy != "replicated") or engine.cpu_offload
     spec: Any = config.model
     with TemporaryDirectory() as folder:
         # A folder of embeddings spares every model its text encoder.

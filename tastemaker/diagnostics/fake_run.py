@@ -62,6 +62,7 @@ class Measurement:
 
     parameters: int
     trainable: int
+    block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
     frozen_bytes: float  # autoencoder
     kv_cache_bytes: float  # with weights copied for decoding; stays while the network learns
     collect_bytes: float  # peak of `collect`
@@ -117,12 +118,12 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         # Backward costs twice the forward pass, or once if the weights need no gradient; checkpointing one more.
         backward = (1 if config.tuning.is_adapter else 2) + (config.engine.activation_memory == "checkpoint")
         each = sum(call.flops(recorder) * (1 + backward * call.grad) for call in updated)
-        kept = scale * len(step.experience)
-        update_flops = kept / step.micro_batch * len(step.parts) * config.batch.epochs * each
+        update_flops = scale * len(step.experience) / step.micro_batch * len(step.parts) * config.batch.epochs * each
         cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         return Measurement(
-            parameters=sum(p.numel() for p in weights.net.parameters()),
+            parameters=_count_parameters(weights.net),
             trainable=sum(p.numel() for p in weights.trainable().values()),
+            block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
             frozen_bytes=float(sum(p.numel() * p.itemsize for p in frozen)),
             kv_cache_bytes=cache_bytes,
             collect_bytes=collect_bytes - cache_bytes,
@@ -133,6 +134,10 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             collect_batch=max([call.rows for call in collected] + [pool.rows if pool else 0]),
             update_batch=max((call.rows for call in updated if call.grad), default=0),
         )
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _micro_batch(config: RunConfig, share: int) -> int:

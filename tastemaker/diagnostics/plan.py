@@ -52,6 +52,7 @@ class ResourceEstimate:
     collect_bytes_read: float = 0.0  # of decoding token by token, which is bound by memory bandwidth
     collect_batch: int = 0  # samples per call of the network
     update_batch: int = 0
+    host_memory: float = 0.0  # bytes of weights, gradients, optimizer state and snapshots in host memory, for one rank
 
     @property
     def flops(self) -> float:
@@ -94,6 +95,11 @@ def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstima
     config = replace(config, engine=resolve_for_planning(config.engine)[0])
     measured = measure(config, world_size)
     weights, gradients, optimizer_state, snapshots = _parameter_bytes(config, world_size, measured)
+    host_memory = 0.0
+    if config.engine.cpu_offload:
+        host_memory = weights + gradients + optimizer_state + snapshots
+        weights, gradients = _gathered_bytes(config.engine, measured)
+        optimizer_state = snapshots = 0.0
     return ResourceEstimate(
         weights=weights,
         gradients=gradients,
@@ -108,6 +114,7 @@ def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstima
         collect_bytes_read=measured.collect_bytes_read,
         collect_batch=measured.collect_batch,
         update_batch=measured.update_batch,
+        host_memory=host_memory,
     )
 
 
@@ -131,9 +138,24 @@ def _parameter_bytes(config: RunConfig, world_size: int, measured: Measurement) 
     return weights / shards, trained * size / shards, state / shards, _snapshot_bytes(config, trained, size) / shards
 
 
+def _gathered_bytes(engine: EngineConfig, measured: Measurement) -> tuple[float, float]:
+    """Bytes of weights and gradients on the GPU while they are kept in host memory.
+
+    One block computes while the next is copied; the gradients of one block wait to be reduced and copied back. What is
+    outside of blocks is gathered in its own dtype from the first forward call to the end of the backward pass.
+    """
+    dtypes = (engine.param_dtype, engine.precision, engine.reduce_dtype)
+    own, compute, reduce = (precision.DTYPES[name].itemsize for name in dtypes)
+    blocks = measured.block_parameters
+    block, outer = max(blocks, default=0), measured.parameters - sum(blocks)
+    trained_share = measured.trainable / measured.parameters
+    return 2 * block * compute + outer * own, trained_share * (block * (compute + reduce) + outer * (own + reduce))
+
+
 def _snapshot_bytes(config: RunConfig, trained: int, size: int) -> float:
     names = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
-    if isinstance(config.tuning, FullFinetuning) and config.tuning.snapshots_on_cpu:
+    on_cpu = isinstance(config.tuning, FullFinetuning) and config.tuning.snapshots_on_cpu
+    if on_cpu and not config.engine.cpu_offload:
         return 0.0
     # LoRA needs no copy of the reference: without adapters the network is the reference.
     kept = [name for name in names if not (config.tuning.is_adapter and name == "reference")]

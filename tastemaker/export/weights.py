@@ -35,7 +35,7 @@ from ..vlm.chat_model import load_chat_model
 from ..vlm.judge_models import save_chat_model
 
 CPU_DEVICE = "engine.device=cpu"  # weights are only copied
-CPU_OVERRIDES = [CPU_DEVICE, "engine.compile=false", "engine.strategy=replicated"]
+CPU_OVERRIDES = [CPU_DEVICE, "engine.compile=false", "engine.strategy=replicated", "engine.cpu_offload=false"]
 
 
 def export_weights(run_dir: Path, out: Path, name: str, bits: int, console: Console) -> None:

@@ -22,6 +22,7 @@ from ..core.types import Placement
 from ..data.embedding_store import fingerprint_file
 from ..processes.gaussian import GaussianProcess
 from .component_configs import ComponentConfigs
+from .deferred_loading import defer_weights, open_folder
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
 from .pretrained import PIPELINE_INDEX, WeightsSource, detect_weight_format, find_weights, silence_libraries
@@ -180,8 +181,14 @@ class PipelineComponents:
         self, component: str, network_class: Any, tensors: Mapping[str, Tensor] | None = None
     ) -> nn.Module:
         """Load the diffusers network to be trained, with the tensors of its folder or with those given."""
+        device = self.placement.trainable_device or self.placement.device
+        if device.type == "meta":
+            deferred = self._load_deferred(component, network_class) if tensors is None else None
+            if deferred is not None:
+                return deferred
+            device = torch.device("cpu")
         net = self._load_diffusers(component, network_class, trainable_dtype(self.placement), tensors)
-        trainable: nn.Module = net if self.full_size else net.to(self.placement.device)
+        trainable: nn.Module = net if self.full_size else net.to(device)
         return trainable
 
     def load_vae(
@@ -254,6 +261,19 @@ class PipelineComponents:
             cast = {key: x.to(dtype) for key, x in tensors.items()}
             return load_tensors(self._build_empty(component, network_class), cast, component)
 
+    def _load_deferred(self, component: str, network_class: Any) -> nn.Module | None:
+        """Build the network of a folder without its weights, to be read in part; None if they need a conversion."""
+        if self.path is None or "quantization_config" in self.config(component):
+            return None
+        dtype = trainable_dtype(self.placement)
+        fp32_modules = tuple(getattr(network_class, "_keep_in_fp32_modules", None) or ())
+        tensors = open_folder(self.path / component, dtype, fp32_modules)
+        if tensors is None:
+            return None
+        with default_dtype(dtype):  # of tables that the constructor computes, as in `from_pretrained`
+            net: nn.Module = self._build_empty(component, network_class).eval()
+        return net if defer_weights(net, tensors) else None
+
     def _build_empty(self, component: str, network_class: Any) -> Any:
         with silence_libraries(), parameters_on_meta():
             if self.path is None:
@@ -267,13 +287,19 @@ class PipelineComponents:
             if not self.full_size:
                 return build().to(dtype)
             # On its device and in its dtype at once: a CPU takes minutes to fill 12 billion weights in float32.
-            default_dtype = torch.get_default_dtype()
-            torch.set_default_dtype(dtype)
-            try:
-                with torch.device(device):
-                    return build()
-            finally:
-                torch.set_default_dtype(default_dtype)
+            with default_dtype(dtype), torch.device(device):
+                return build()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within the block, new tensors are of this dtype by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

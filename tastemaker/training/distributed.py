@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, zeros
+from torch.distributed.tensor import DTensor
 
 from ..core.errors import TrainingError
 from ..core.objective import Comm, SingleProcess
@@ -87,15 +87,21 @@ def is_launched() -> bool:
     return dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
-def init_process_group(device: torch.device) -> tuple[CollectiveComm, bool]:
-    """Return the communicator of this process, and whether this call created the process group."""
-    if not is_launched():
+def init_process_group(device: torch.device, *, always: bool = False) -> tuple[CollectiveComm, bool]:
+    """Return the communicator of this process, and whether this call created the process group.
+
+    A process without torchrun has none, or with `always` a group of its own.
+    """
+    if not is_launched() and not always:
         return SingleProcess(), False
     started = not dist.is_initialized()
     if started:
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
-        dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device_id)
+        one_rank: dict[str, Any] = {}
+        if not is_launched():
+            one_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device_id, **one_rank)
     return DistributedComm(dist.get_rank(), dist.get_world_size(), device), started
 
 
@@ -164,14 +170,23 @@ def local_shard(x: Tensor) -> Tensor:
 @torch.no_grad()
 def full_tensor(x: Tensor) -> Tensor:
     """Gather a sharded tensor. Every rank must call this."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    # Ranks on GPUs exchange tensors on GPUs only, also if the shards are in host memory.
+    device = x.device_mesh.device_type
+    sharded: Any = x if x.device.type == device else x.to(device)
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
 
 
 def zeros_like_rows(x: Tensor, width: int) -> Tensor:
     """Return fp32 zeros [len(x), width], sharded like x."""
     if not isinstance(x, DTensor):
         return torch.zeros(x.shape[0], width, device=x.device)
-    return zeros(x.shape[0], width, device_mesh=x.device_mesh, placements=x.placements)
+    shard = x.to_local()
+    rows = torch.zeros(shard.shape[0], width, device=shard.device)
+    shape, stride = torch.Size((x.shape[0], width)), (width, 1)
+    return DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from ..config.schema import EngineConfig, OptimConfig
@@ -27,6 +34,7 @@ from . import (
     inference_norms,
     optimizer,
     precision,
+    sharded_loading,
 )
 
 __all__ = ["Engine", "LaunchedUpdate", "TrainingError", "Update", "explain_error"]
@@ -76,7 +84,8 @@ class Engine:
         self.device = precision.select_device(config.device, distributed.get_local_rank())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.comm, self._started = distributed.init_process_group(self.device)
+        # FSDP, which offloads parameters, needs a process group even for one process.
+        self.comm, self._started = distributed.init_process_group(self.device, always=config.cpu_offload)
         self.config, self.precision_choice = device_precision.resolve_precision(config, self.device, self.comm)
         precision.check_engine_config(self.config, self.device, self.comm.world_size)
         self.scaler = precision.LossScaler() if self.config.precision == "fp16" else None
@@ -106,16 +115,22 @@ class Engine:
         """Whether the device runs asynchronously, so that the host can continue before a step is done (CUDA)."""
         return self.device.type == "cuda"
 
-    def placement(self, *, is_adapter: bool = True) -> Placement:
+    def placement(self, *, is_adapter: bool = True, is_prepared: bool = False) -> Placement:
         """Return device, dtype and attention backend for loading models.
 
         Frozen models load in `engine.precision`. The base model of an adapter (`is_adapter`) is frozen; any other
         trained network loads in `engine.param_dtype`: less would round its initial weights, more would need memory
         for two copies while they are cast.
+
+        A network that `prepare` shards before anything uses it (`is_prepared`) need not be loaded as a whole: its
+        weights stay in their files, or those of an adapter's base model in host memory if they end there.
         """
         trained_dtype = None if is_adapter else precision.DTYPES[self.config.param_dtype]
         dtype = precision.DTYPES[self.config.precision]
-        return Placement(self.device, dtype, self.config.attention_backend, trained_dtype)
+        device = None
+        if is_prepared and self.mesh is not None and (self.config.cpu_offload or not is_adapter):
+            device = torch.device("cpu" if is_adapter else "meta")
+        return Placement(self.device, dtype, self.config.attention_backend, trained_dtype, device)
 
     def prepare(self, weights: Weights) -> None:
         """Compile, checkpoint, move, cast and shard the network in place as configured, and build its optimizer."""
@@ -125,6 +140,7 @@ class Engine:
         dtype = precision.DTYPES[self.config.param_dtype]
         snapshots = weights.snapshot_tensors()
         moving = {id(p) for name, values in snapshots.items() if name != "reference" for p in values.values()}
+        deferred = sharded_loading.find_deferred_parameters(nets, self.comm)
         for net in nets:
             self._check_shardable(net, weights.traits)
             if self._context is not None:
@@ -143,6 +159,7 @@ class Engine:
                 self._move_to_device(unit, dtype, moving)
                 if self.mesh is not None:
                     self._shard(unit, root=unit is net)
+                    sharded_loading.read_shards(unit, deferred, self._parameter_device)
             if self.config.compile and not in_blocks:
                 activation_memory.compile_whole(net, weights.traits)
         if isinstance(weights, FullWeights):
@@ -187,20 +204,26 @@ class Engine:
                 "trained too; set engine.strategy=replicated, or remove text_encoder from tuning.modules [TM273]"
             )
 
+    @property
+    def _parameter_device(self) -> torch.device:
+        """Where the shards of parameters are kept."""
+        return torch.device("cpu") if self.config.cpu_offload else self.device
+
     @torch.no_grad()
     def _move_to_device(self, unit: nn.Module, dtype: torch.dtype, moving: set[int]) -> None:
         """Move parameters and buffers to the device, cast trained ones to `dtype`, and make all ranks equal.
 
         Parameters in `moving` (ids) belong to snapshots such as the EMA and stay in fp32: they move by less than bf16
-        can represent.
+        can represent. Parameters on the meta device are cast only: every rank reads its shard itself.
         """
         local = [p for p in unit.parameters() if not isinstance(p, DTensor)]
         for p in local:
-            p.data = p.data.to(self.device, torch.float32 if id(p) in moving else dtype if p.requires_grad else p.dtype)
+            device = p.device if p.is_meta else self.device
+            p.data = p.data.to(device, torch.float32 if id(p) in moving else dtype if p.requires_grad else p.dtype)
         for buffer in unit.buffers():
             buffer.data = buffer.data.to(self.device)
         if isinstance(self.comm, distributed.DistributedComm):
-            distributed.broadcast([*local, *unit.buffers()])
+            distributed.broadcast([*(p for p in local if not p.is_meta), *unit.buffers()])
 
     def _shard(self, unit: nn.Module, *, root: bool) -> None:
         """Shard a block, or the rest of the network (`root`), with FSDP2."""
@@ -208,7 +231,12 @@ class Engine:
         # Blocks are gathered in the dtype they compute in; embeddings and the like in the root stay as under autocast.
         gathered_dtype = None if root or compute == torch.float32 else compute
         policy = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=reduce, cast_forward_inputs=False)
-        sharded = fully_shard(unit, mesh=self.mesh, reshard_after_forward=True, mp_policy=policy)
+        offload = OffloadPolicy()
+        if self.config.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        sharded = fully_shard(
+            unit, mesh=self.mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload
+        )
         # The loss is already divided by the samples of all ranks, so gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -237,7 +265,10 @@ class Engine:
             yield
 
     def backward(self, value: Tensor, *, last: bool) -> None:
-        """Accumulate gradients of this micro-batch's share of the loss; only the `last` one synchronizes the ranks."""
+        """Accumulate gradients of this micro-batch's share of the loss; only the `last` one synchronizes the ranks.
+
+        With `engine.cpu_offload` every one does, since gradients are added up in host memory.
+        """
         if not value.requires_grad:
             raise TrainingError(
                 "the loss does not depend on a trainable weight, so it has no gradient; check that the objective "
@@ -245,7 +276,8 @@ class Engine:
             )
         self._nonfinite_losses += (~value.detach().isfinite()).float()
         if isinstance(self.net, FSDPModule):
-            self.net.set_requires_gradient_sync(last)
+            # Gradients that wait for the last micro-batch would wait on the GPU, those of the whole network.
+            self.net.set_requires_gradient_sync(last or self.config.cpu_offload)
         with precision.compute_settings(self.config, self.device):
             (value.float() * self.scaler.scale if self.scaler else value).backward()  # type: ignore[no-untyped-call]
 
@@ -283,7 +315,7 @@ class Engine:
     def _measure_gradients(self, grads: list[Tensor]) -> Tensor:
         """Return the squared gradient norm and the number of non-finite losses over all ranks: [2]."""
         norms = torch._foreach_norm([distributed.local_shard(grad) for grad in grads], dtype=torch.float32)
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
+        square = torch.stack(norms).square().sum().to(self.device) if norms else torch.zeros((), device=self.device)
         # Each shard is counted once for every rank that holds it.
         copies = self.comm.world_size // self.shard_info[1]
         return self.comm.sum(torch.stack([square / copies, self._nonfinite_losses]))

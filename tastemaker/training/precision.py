@@ -62,6 +62,12 @@ def check_engine_config(config: EngineConfig, device: torch.device, world_size: 
             f"engine.device: {world_size} ranks cannot share one mps device; start one process, or use --device "
             "cpu [TM283]"
         )
+    if device.type == "mps" and config.cpu_offload:
+        raise TrainingError(
+            "engine.cpu_offload shards weights with FSDP, which has no backend for an mps device; set it to false "
+            "(device and host share their memory), or use --device cpu"
+            " [TM932]"
+        )
     if config.attention_backend == "xformers" and find_spec("xformers") is None:
         raise TrainingError(
             "engine.attention_backend: xformers is not installed; run `pip install xformers`, or set "

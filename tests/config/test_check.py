@@ -34,6 +34,8 @@ from tastemaker.objectives.reward_gradient import RewardGradient
         ("grpo-toy-causal", "process.top_k=5", "process", "top_k is 5"),
         ("grpo-toy-flow", "batch.minibatches=3", "batch.minibatches", "multiple of 3"),
         ("grpo-toy-flow", "engine.strategy=hsdp", "engine.hsdp_replicas", "multiple of 2"),
+        ("grpo-toy-flow", "engine.cpu_offload=true", "engine.cpu_offload", "engine.strategy=fsdp"),
+        ("grpo-toy-flow", "engine={cpu_offload: true, strategy: sdp}", "engine.cpu_offload", "sdp, which keeps"),
         ("grpo-toy-flow", "sample.weights=ema", "sample.weights", "ema_decay"),
         ("grpo-toy-flow", "data={type: prompt_file, path: none.txt}", "data.path", "'none.txt'"),
     ],
@@ -176,3 +178,9 @@ def test_generation_skips_training_rules() -> None:
     problems = find_problems(config, 3)
     assert [problem.split(":")[0] for problem in problems] == ["process", "model.dropout", "batch.prompts"]
     assert find_problems(config, 3, load_data=False) == []
+
+
+def test_cpu_offload_is_for_generators() -> None:
+    config = load_any_config("playground-vae", ["engine={strategy: fsdp, cpu_offload: true}"])
+    assert [problem for problem in find_problems(config, world_size=1) if "TM931" in problem]
+    assert find_problems(load("grpo-toy-flow", ["engine={strategy: fsdp, cpu_offload: true}"]), world_size=1) == []

@@ -204,7 +204,7 @@ def test_part_of_a_recipe_suggests_a_complete_one() -> None:
     error = load_error("models/ltx")
     assert error.startswith("models/ltx: ") and error.endswith(" vader-ltx-hps [TM027]")
     assert load_error("models/modelscope").endswith(" vader-modelscope-actpred [TM027]")
-    assert "`extends: [models/showo-512]`" in load_error("models/showo-512")
+    assert "`extends: [models/flux-schnell]`" in load_error("models/flux-schnell")
 
 
 def test_parsed_recipes_are_copied() -> None:

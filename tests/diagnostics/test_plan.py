@@ -93,6 +93,19 @@ def test_memory_depends_on_dtypes_and_checkpointing() -> None:
     assert estimate("objective.batch_branches=false").update_activations < plain.update_activations
 
 
+@pytest.mark.usefixtures("small_networks")
+def test_cpu_offload_leaves_blocks_on_the_gpu() -> None:
+    settings = ["optim.state_dtype=fp32", "ema_decay=0.9", "engine.strategy=fsdp"]
+    plain, offloaded = estimate(*settings), estimate(*settings, "engine.cpu_offload=true")
+    on_host = plain.weights + plain.gradients + plain.optimizer_state + plain.snapshots
+    assert offloaded.host_memory == on_host and plain.host_memory == 0
+    assert offloaded.optimizer_state == offloaded.snapshots == 0
+    assert offloaded.weights > 0 and offloaded.gradients > 0
+    assert offloaded.update_activations == plain.update_activations
+    sharded = estimate(*settings, "engine.cpu_offload=true", world_size=2)
+    assert (sharded.weights, sharded.host_memory) == (offloaded.weights, on_host / 2)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_networks")
 def test_lora_and_fsdp_save_memory() -> None:

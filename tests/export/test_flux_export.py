@@ -198,7 +198,10 @@ def test_lora_can_be_merged(lora: UntrainedRun, tmp_path: Path) -> None:
 
 
 def generate_images(recipe: str, out: Path, *, adapters: Path | None = None, scale: float = 1.0) -> Tensor:
-    config, checkpoint = generation.resolve_source(recipe, ["process.num_steps=2", "engine.device=cpu"], adapters)
+    overrides = ["process.num_steps=2", "engine.device=cpu"]
+    if recipe.endswith(".yaml"):
+        overrides.append("name=base")  # a name without a run, whose weights would be used
+    config, checkpoint = generation.resolve_source(recipe, overrides, adapters)
     batch = PromptBatch(tuple(PROMPTS), ({}, {}))
     generation.generate_samples(
         config,

@@ -10,18 +10,9 @@ from typing import Any
 import pytest
 import torch
 import toys
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import save_file
 from tiers import fast
-from tiny_pipelines import (
-    CLIP_TOKENS,
-    T5_VOCAB_SIZE,
-    byte_clip_tokenizer,
-    byte_t5_tokenizer,
-    random_network,
-    sample_latents,
-)
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from tiny_pipelines import make_flux_pipeline, sample_latents
 
 from tastemaker.core.lora import Lora
 from tastemaker.core.policy import Backbone, Guidance, Policy
@@ -30,7 +21,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models import flux
-from tastemaker.models.flux import TINY_CONFIGS, FluxSpec, latent_image_ids, pack_latents, unpack_latents
+from tastemaker.models.flux import FluxSpec, latent_image_ids, pack_latents, unpack_latents
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
@@ -44,22 +35,9 @@ PROMPTS = ["a red cat", "Two dogs, on a boat", ""]
 SDE = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)
 
 
-def make_pipeline(*, distilled: bool) -> FluxPipeline:
-    settings = {**TINY_CONFIGS["transformer"], "guidance_embeds": distilled}
-    return FluxPipeline(
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
-        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
-        random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
-        byte_clip_tokenizer(),
-        random_network(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE}), 3),
-        byte_t5_tokenizer(),
-        random_network(FluxTransformer2DModel, settings, 4),
-    )
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["dev", "schnell"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, bool]:
-    pipeline, folder = make_pipeline(distilled=request.param), tmp_path_factory.mktemp("flux")
+    pipeline, folder = make_flux_pipeline(distilled=request.param), tmp_path_factory.mktemp("flux")
     pipeline.save_pretrained(folder)
     return pipeline, str(folder), request.param
 

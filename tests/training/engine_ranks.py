@@ -30,6 +30,7 @@ from gradient_checks import (
     low_bit_states,
     low_precision,
     norm,
+    offload_equals_fsdp,
     reduce_dtype,
     repeated_calls,
     unused_parameters,
@@ -225,6 +226,7 @@ CHECKS = {
         checkpoints,
         full_disk,
         unused_parameters,
+        offload_equals_fsdp,
     )
 }
 

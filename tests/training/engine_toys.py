@@ -86,6 +86,9 @@ def local_rows(engine: Engine) -> Tensor:
 def build_engine(
     weights: Weights, optim: OptimConfig = OptimConfig(lr=1e-2), steps: int = 100, **settings: object
 ) -> Engine:
+    """Return an engine with prepared weights; the strategy "cpu_offload" is fsdp with its setting of that name."""
+    if settings.get("strategy") == "cpu_offload":
+        settings |= {"strategy": "fsdp", "cpu_offload": True}
     engine = Engine(EngineConfig(device="cpu", **settings), optim, steps, seed=3)  # type: ignore[arg-type]
     engine.prepare(weights)
     return engine

@@ -110,6 +110,20 @@ def low_bit_states(directory: Path, strategy: str) -> None:
     assert_equal(full_tensors(weights.trainable()) | full_tensors(engine.optimizer.state_dict()), expected)
 
 
+def offload_equals_fsdp(directory: Path, strategy: str) -> None:
+    """With parameters in host memory, updates and the EMA equal those without, to the bit."""
+    results = []
+    for each in ("fsdp", strategy):
+        weights = full_weights("ema")
+        engine = build_engine(weights, OptimConfig(lr=1e-2, weight_decay=0.1), strategy=each)
+        for step in range(2):
+            train_step(engine, weights, step, num_micro_batches=1)
+            weights.update_snapshot("ema", 0.9)
+        state = full_tensors(engine.optimizer.state_dict())
+        results.append(full_tensors(weights.trainable()) | full_tensors(weights.snapshot_tensors()["ema"]) | state)
+    assert_equal(*results)
+
+
 def reduce_dtype(directory: Path, strategy: str) -> None:
     """Gradients are reduced in `engine.reduce_dtype`."""
     expected = load_file(directory / "gradient.safetensors")

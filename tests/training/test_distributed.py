@@ -50,6 +50,22 @@ CHECKS_ON_TWO_RANKS = [
         "low_bit_states:replicated",
     ),
     "data_dependent_forward:fsdp",
+    *(
+        f"{check}:cpu_offload"
+        for check in (
+            "gradient",
+            "norm",
+            "repeated_calls",
+            "use_snapshots",
+            "frozen_copies",
+            "lora",
+            "low_precision",
+            "low_bit_states",
+            "non_finite_loss",
+            "checkpoints",
+            "offload_equals_fsdp",
+        )
+    ),
 ]
 CHECKS_ON_FOUR_RANKS = [
     f"{check}:hsdp"

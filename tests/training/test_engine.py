@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,13 +22,14 @@ from engine_toys import (
 )
 from torch import nn
 
-from tastemaker.config.schema import EngineConfig, OptimConfig
+from tastemaker.config.schema import CheckpointConfig, EngineConfig, OptimConfig
 from tastemaker.core.weights import FullWeights
 from tastemaker.models.flux import FluxSpec
-from tastemaker.training import activation_memory
+from tastemaker.training import activation_memory, checkpoint
+from tastemaker.training.distributed import is_sharded
 from tastemaker.training.engine import Engine, TrainingError, explain_error
 from tastemaker.training.optimizer import TorchAdamW
-from tastemaker.training.precision import MAX_SKIPPED_UPDATES, LossScaler
+from tastemaker.training.precision import MAX_SKIPPED_UPDATES, LossScaler, check_engine_config
 
 
 def record_gradients(**settings: object) -> dict[str, torch.Tensor]:
@@ -277,6 +279,41 @@ def test_snapshots_on_the_cpu_are_copies() -> None:
 def test_unsupported_engine_settings_are_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         Engine(EngineConfig(**{"device": "cpu"} | settings), OptimConfig(), 1, 0)  # type: ignore[arg-type]
+
+
+def test_cpu_offload_on_one_process_equals_training_without(tmp_path: Path) -> None:
+    """A process without torchrun gets a group of its own; it also resumes from a checkpoint without offload."""
+    plain, offloaded = full_weights("ema"), full_weights("ema")
+    engine, offload_engine = build_engine(plain), build_engine(offloaded, strategy="cpu_offload")
+    try:
+        assert offload_engine.comm.world_size == 1
+        assert all(is_sharded(p) for p in offloaded.trainable().values())
+        for step in range(2):
+            assert train_step(engine, plain, step) == train_step(offload_engine, offloaded, step)
+            plain.update_snapshot("ema", 0.9)
+            offloaded.update_snapshot("ema", 0.9)
+        saved = checkpoint.save(tmp_path, 2, engine, plain, {}, CheckpointConfig())
+        groups = [(plain, engine), (offloaded, offload_engine)]
+        states = [full_state(*group) for group in groups]
+        assert_equal(*states)
+        train_step(offload_engine, offloaded, 2)
+        checkpoint.load(saved, offload_engine, offloaded)
+        assert_equal(full_state(offloaded, offload_engine), states[0])
+    finally:
+        offload_engine.close()
+    assert not torch.distributed.is_initialized()
+
+
+def full_state(weights: FullWeights, engine: Engine) -> dict[str, torch.Tensor]:
+    """Return weights, EMA and optimizer state."""
+    ema = {f"ema/{name}": x for name, x in weights.snapshot_tensors()["ema"].items()}
+    return full_tensors({**weights.trainable(), **ema, **engine.optimizer.state_dict()})
+
+
+def test_cpu_offload_is_refused_on_mps() -> None:
+    config = EngineConfig(strategy="fsdp", precision="fp32", cpu_offload=True)
+    with pytest.raises(TrainingError, match=r"engine\.cpu_offload.*TM932"):
+        check_engine_config(config, torch.device("mps"), 1)
 
 
 def test_out_of_memory_and_full_disk_are_explained() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from ...core.registry import ConfigError
 from ...core.types import MASK_TOKEN_ID, Metadata
 from ...data.image_io import read_image, resize_area
 
+if TYPE_CHECKING:
+    from .model import ShowoBackbone
+
 Edge = Literal["left", "right", "up", "down"]
 QUARTER_TURNS: dict[Edge, int] = {
     "right": 0,
@@ -26,7 +29,7 @@ QUARTER_TURNS: dict[Edge, int] = {
 }  # that move the edge to the right
 
 
-def known_tokens(model: Backbone, metadata: Sequence[Metadata], codebook_size: int) -> Tensor | None:
+def known_tokens(model: ShowoBackbone, metadata: Sequence[Metadata], codebook_size: int) -> Tensor | None:
     """Tokens [B, N] that the metadata of the prompts give, masked elsewhere; None if they give none.
 
     Metadata hold either `tokens` [N], or `image` and `mask` (paths or pixels [F, 3, H, W]), white where to inpaint.
@@ -36,11 +39,11 @@ def known_tokens(model: Backbone, metadata: Sequence[Metadata], codebook_size: i
     return torch.stack([_known_tokens_of(model, entry, codebook_size) for entry in metadata])
 
 
-def _known_tokens_of(model: Backbone, metadata: Metadata, codebook_size: int) -> Tensor:
+def _known_tokens_of(model: ShowoBackbone, metadata: Metadata, codebook_size: int) -> Tensor:
     if "tokens" in metadata:
-        return _check_tokens(model, torch.as_tensor(metadata["tokens"]), codebook_size).to(_device(model))
+        return _check_tokens(model, torch.as_tensor(metadata["tokens"]), codebook_size).to(model.device)
     if "mask" not in metadata:
-        return torch.full(model.shape, MASK_TOKEN_ID, device=_device(model))
+        return torch.full(model.shape, MASK_TOKEN_ID, device=model.device)
     if "image" not in metadata:
         raise ConfigError("metadata: found 'mask' but no 'image'; give both, as paths or pixels [TM525]")
     image, mask = (_read_pixels(model, metadata[name]) for name in ("image", "mask"))
@@ -63,14 +66,10 @@ def _check_tokens(model: Backbone, tokens: Tensor, codebook_size: int) -> Tensor
     return tokens
 
 
-def _read_pixels(model: Backbone, image: Any) -> Tensor:
+def _read_pixels(model: ShowoBackbone, image: Any) -> Tensor:
     """Pixels [1, 1, 3, H, W] of a path or of pixels, at the model's size."""
     pixels: Tensor = read_image(Path(image)) if isinstance(image, (str, Path)) else image
-    return resize_area(pixels[None, :1].to(_device(model)), *model.pixels[2:])
-
-
-def _device(model: Backbone) -> torch.device:
-    return next(model.net.parameters()).device
+    return resize_area(pixels[None, :1].to(model.device), *model.pixels[2:])
 
 
 @torch.no_grad()

@@ -1,0 +1,69 @@
+"""Rules of the `engine` section: settings that exclude each other, and numbers of ranks.
+
+Each rule is a function that returns a message, or None if the rule holds.
+"""
+
+from __future__ import annotations
+
+from .schema import AnyConfig, RunConfig
+
+
+def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
+    replicas = config.engine.hsdp_replicas
+    if config.engine.strategy != "hsdp" or world_size % replicas == 0:
+        return None
+    return (
+        f"engine.hsdp_replicas: {world_size} ranks cannot be divided into {replicas} replicas; start a multiple "
+        f"of {replicas} ranks with torchrun, or change engine.hsdp_replicas [TM795]"
+    )
+
+
+def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
+    size = config.engine.context_parallel
+    if size > 1 and not (isinstance(config, RunConfig) and config.model.supports_context_parallel):
+        return (
+            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, Qwen-Image, Wan and LTX only; "
+            "set engine.context_parallel=1"
+            " [TM920]"
+        )
+    if world_size == 1 or world_size % size == 0:
+        return None
+    return (
+        f"engine.context_parallel: {world_size} ranks cannot be divided into groups of {size}; start a multiple "
+        f"of {size} ranks with torchrun, or change engine.context_parallel [TM796]"
+    )
+
+
+def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
+    engine = config.engine
+    settings = {
+        "compile": engine.compile,
+        "strategy": engine.strategy != "replicated",
+        "context_parallel": engine.context_parallel > 1,
+    }
+    conflicts = [name for name, active in settings.items() if active]
+    if not engine.cuda_graphs or not conflicts:
+        return None
+    return (
+        f"engine.cuda_graphs: CUDA graphs cannot be combined with engine.{conflicts[0]}; set "
+        f"engine.cuda_graphs=false, or remove engine.{conflicts[0]} [TM797]"
+    )
+
+
+def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
+    strategy = config.engine.strategy
+    if not config.engine.cpu_offload:
+        return None
+    if not isinstance(config, RunConfig):
+        return "engine.cpu_offload: only generators train with weights in host memory; remove it [TM931]"
+    if strategy in ("fsdp", "hsdp"):
+        return None
+    reason = "keeps all weights on the device from forward to backward" if strategy == "sdp" else "shards no weights"
+    return (
+        f"engine.cpu_offload: engine.strategy is {strategy}, which {reason}; set engine.strategy=fsdp, also for one "
+        "GPU, or remove engine.cpu_offload"
+        " [TM930]"
+    )
+
+
+ENGINE_RULES = (check_hsdp_replicas, check_context_parallel, check_cuda_graphs, check_cpu_offload)
