@@ -64,7 +64,7 @@ SMALL_RECIPES = {  # by the start of the name, where the published numbers take 
     "gcpo": SMALL_GROUPS,
     "grpo-llamagen": SMALL_GROUPS,
     "llamagen-vq": ("data.image_size=32", "validation.num_samples=2", "sample.every=0"),
-    "srpo-": FEW_STEPS,
+    "srpo-": (*FEW_STEPS, "engine.param_dtype=fp32"),
     "scripts/dpo.yaml": FEW_STEPS,
     "va-pi": SMALL_GROUPS,
     "vader-": ("process.num_steps=2", "batch.prompts=1"),
