@@ -24,7 +24,13 @@ from tastemaker.core.cards import PUBLISHED_JUDGES
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.export.lora import PUBLISHED_LORAS
-from tastemaker.models.downloads import fetch_source, published_sources, required_files, required_sources
+from tastemaker.models.downloads import (
+    VADER_HEADS_NAME,
+    fetch_source,
+    published_sources,
+    required_files,
+    required_sources,
+)
 from tastemaker.models.pretrained import WeightsSource, find_weights, select_needed_files
 from tastemaker.models.showo.model import MAGVIT, PUBLISHED_SHOWO, ShowoSpec, build_network
 from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER
@@ -299,7 +305,7 @@ def test_documented_downloads_are_understood() -> None:
         for page in pages
         for arguments in re.findall(r"tastemaker download((?: [\w./-]+)+)", page.read_text(encoding="utf-8"))
         for name in arguments.split()
-        if not name.startswith("--") and name not in ("geneval", "owner/name")
+        if not name.startswith("--") and name not in ("geneval", "owner/name", "RECIPE", VADER_HEADS_NAME)
     }
     assert len(names) > 20 and {"parm", "orm_ft", "dpo-parm-showo"} <= names
     for name in names:

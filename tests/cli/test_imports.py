@@ -124,9 +124,13 @@ class MySpec(VaeSpec):
 
 
 def test_import_option_makes_registered_names_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     """The module is imported only if the option names it, before or behind the command."""
+    request.addfinalizer(IMPORTED_MODULES.clear)  # other tests start processes that import what is in it
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registries.AUTOENCODERS, "_names", dict(vars(registries.AUTOENCODERS)["_names"]))
     monkeypatch.setattr(sys, "path", [*sys.path])
