@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..core.errors import TrainingError
 from ..core.objective import Comm, SingleProcess
@@ -185,8 +186,11 @@ def zeros_like_rows(x: Tensor, width: int) -> Tensor:
         return torch.zeros(x.shape[0], width, device=x.device)
     shard = x.to_local()
     rows = torch.zeros(shard.shape[0], width, device=shard.device)
-    shape, stride = torch.Size((x.shape[0], width)), (width, 1)
-    return DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+    meta = TensorMeta(torch.Size((x.shape[0], width)), (width, 1), rows.dtype)
+    # Not `DTensor.from_local`, which would move shards of offloaded weights from the host to the device of the mesh.
+    wrap: Any = DTensor
+    sharded: Tensor = wrap(rows, DTensorSpec(x.device_mesh, x.placements, tensor_meta=meta), requires_grad=False)
+    return sharded
 
 
 def is_sharded(x: Tensor) -> bool:
