@@ -139,7 +139,8 @@ class ModelSpec(ABC):
     def to_authors(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """The network under the names of its authors' trainer, for `export --layout authors`."""
         raise ConfigError(
-            f"--layout: the authors of {type(self).__name__} have no layout; give diffusers, or leave it out [TM853]"
+            f"--layout: the authors of {type(self).__name__} have no layout of their own; "
+            "use --layout diffusers, or remove --layout [TM853]"
         )
 
     def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:

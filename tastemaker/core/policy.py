@@ -186,8 +186,8 @@ class Backbone(TrainableModel, ABC):
         One call of the network for all kinds.
         """
         raise ConfigError(
-            f"objective: {type(self).__name__} models no text, so it has no joint likelihood; expected type showo"
-            " [TM902]"
+            f"objective.type: joint_likelihood trains images and text, but {type(self).__name__} has no text; "
+            "set model.type=showo [TM902]"
         )
 
 

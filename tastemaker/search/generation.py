@@ -321,7 +321,7 @@ def generate_samples(
     """Write the samples that are missing, their metadata and a contact sheet."""
     output_paths.check_output_directory(options.out)
     if options.save_steps and isinstance(options.search, DiffusersSchedulerSearch):
-        raise ConfigError("--save-steps: a scheduler of diffusers has no previews; leave --scheduler out [TM901]")
+        raise ConfigError("--save-steps: schedulers of diffusers have no previews; remove --scheduler [TM901]")
     if config.model.frames > 1:
         check_video_format(options.video_format)
         if not options.video_format and video_suffix() == "png":

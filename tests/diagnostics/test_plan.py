@@ -114,6 +114,7 @@ def test_lora_and_fsdp_save_memory() -> None:
     assert estimate("engine.strategy=fsdp", world_size=2).weights == plain.weights / 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_networks")
 def test_context_parallel_ranks_divide_activations_and_work() -> None:
     overrides = ["model.height=80", "model.width=80", "model.max_text_tokens=16"]  # 25 image tokens, an odd number

@@ -34,7 +34,7 @@ class Sequences:
         return len(self.ids)
 
     def pad_left(self, length: int, pad_id: int) -> Sequences:
-        """The same sequences at a greater length. Positions shift, but attention depends on distances only."""
+        """Pad sequences on the left to `length` tokens. Positions shift, but attention depends on distances only."""
         more = length - self.ids.shape[1]
         # Every position has to attend to something: padding to padding.
         mask = F.pad(self.mask, (more, 0, more, 0))
