@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo playground test test-slow test-long lint docs format schema clean
+.PHONY: help setup demo playground test test-slow test-long lint docs format schema lock sbom dist audit clean
 
 # A command that may be interrupted, and the last words then: the shell says them once the command has saved and ended.
 kept = trap 'echo; echo "Interrupted. What was done is kept; make $(MAKECMDGOALS) goes on from there."; exit 130' INT; $(1); exit $$?
@@ -21,8 +21,12 @@ help:
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make docs        the documentation site, into build/site (a minute)"
 	@echo "make schema      write the JSON schema of recipes and the table of rewards anew"
+	@echo "make lock        write requirements.lock anew: the hashes of all packages"
+	@echo "make sbom        the list of components (CycloneDX), into build"
+	@echo "make dist        the wheel and the source archive, into dist"
+	@echo "make audit       look up known vulnerabilities of the pinned packages (needs a network)"
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
 	@$(call kept,$(PYTHON) tools/setup.py $(VENV))
 	@touch $@
@@ -65,6 +69,23 @@ format: $(READY)
 schema: $(READY)
 	$(BIN)/python -c 'from tastemaker.config.json_schema import write_schema; write_schema()'
 	$(BIN)/python -c 'from tastemaker.config.catalog import write_reward_page; write_reward_page()'
+
+# After a change of pyproject.toml or constraints.txt; needs a network.
+lock:
+	$(PYTHON) tools/lock.py
+
+sbom: $(READY)
+	$(BIN)/python tools/sbom.py build/tastemaker.cdx.json
+
+# Wheel and source archive; the wheel contains the list of components.
+dist: $(READY)
+	$(BIN)/python -m build --no-isolation
+
+# Asks a database on the network for known vulnerabilities, so it is not part of the tests.
+audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet pip-audit
+	build/audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

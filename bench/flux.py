@@ -49,14 +49,23 @@ from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.rewards.hps import HpsReward
 from tastemaker.training.run import Run
 
-SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds
+SECTIONS = {
+    "parts": 60,
+    "full": 160,
+    "lora": 130,
+    "plain": 60,
+    "grpo-sd35": 150,
+    "grpo-flux": 150,
+    "offload": 400,
+}  # seconds
 BATCHES = {  # prompts, rollout batch size, micro-batch size; the first that fits is measured
     "full": [(8, 8, 4), (4, 4, 2), (2, 2, 1)],
     "lora": [(8, 8, 4), (8, 8, 2), (2, 2, 1)],
     "grpo-sd35": [(1, 8, 8), (1, 4, 4)],
     "grpo-flux": [(1, 8, 8), (1, 4, 4)],
+    "offload": [(8, 8, 8), (2, 2, 2)],
 }
-PFLOP_PER_PROMPT = {"full": 1.23, "lora": 1.15}
+PFLOP_PER_PROMPT = {"full": 1.23, "lora": 1.15, "offload": 1.23}
 NoteFn = Callable[[str, float, int], None]  # name, milliseconds, batch size
 
 
@@ -97,7 +106,7 @@ def sd35_spec(folder: Path, side: int, tiny: bool) -> Sd3Spec:
 
 def run_config(options: FluxOptions, section: str) -> RunConfig:
     """Return the configuration of a section."""
-    trains_all_weights = section in ("full", "parts")
+    trains_all_weights, offloads = section in ("full", "parts", "offload"), section == "offload"
     srpo = RunConfig(
         model=flux_spec(options.folder, 720, options.tiny),
         process=GaussianProcess(RectifiedFlow(shift=3.0), num_steps=4 if options.tiny else 25),
@@ -111,7 +120,9 @@ def run_config(options: FluxOptions, section: str) -> RunConfig:
             param_dtype="bf16" if trains_all_weights else "fp32",
             activation_memory="checkpoint",
             attention_backend=options.attention,  # type: ignore[arg-type]
-            compile=options.compile,
+            compile=options.compile and not offloads,
+            strategy="fsdp" if offloads else "replicated",
+            cpu_offload=offloads,
         ),
         steps=1000,
     )

@@ -5,7 +5,15 @@ models, rewards and objectives of your own with. `import tastemaker` imports not
 its module when it is first used.
 """
 
-from __future__ import annotations
+import os
+import sys
+
+# `python -m tastemaker` puts the working directory first on the path, where a file html.py would replace Python's own.
+# This stands before all imports that read a file, among them `from __future__`; os and sys are loaded at startup.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and {"tastemaker"} & {w.split(".")[0] for w in sys.orig_argv}:
+    _directory = sys.path.pop(0)
+    if os.path.join(_directory, "tastemaker") == os.path.dirname(__file__):  # a checkout that is not installed
+        sys.path.append(_directory)
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
         select_rows,
     )
     from .core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning, Weights
+    from .preferences.alignment import align
     from .processes.autoregressive import AutoregressiveProcess
     from .processes.gaussian import GaussianProcess
     from .processes.masked import MaskedProcess
@@ -123,6 +132,7 @@ __all__ = [
     "Verifier",
     "WeightedReward",
     "Weights",
+    "align",
     "build",
     "build_model",
     "compare",
@@ -147,6 +157,7 @@ _NAMES = {
     ".core.autoencoder": "AutoencoderNet AutoencoderSpec",
     ".core.model_spec": "ModelSpec",
     ".core.policy": "Backbone Guidance Policy Process Rollout",
+    ".preferences.alignment": "align",
     ".processes.autoregressive": "AutoregressiveProcess",
     ".processes.gaussian": "GaussianProcess",
     ".processes.masked": "MaskedProcess",

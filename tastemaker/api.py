@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from .config.schema import (
     AutoencoderRunConfig,
     EngineConfig,
     JudgeRunConfig,
+    PreferenceRunConfig,
     RewardConfig,
     RunConfig,
     ValidationConfig,
@@ -34,6 +34,7 @@ from .console import message_console
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
 from .core.model_spec import ModelSpec
 from .core.registry import ConfigError
+from .core.safe_files import read_json_rows
 from .core.types import ImageBatch, Placement, PromptBatch
 from .data.dataset import Dataset
 from .evaluation import benchmark_run
@@ -50,6 +51,7 @@ from .training.trainer import (
     build_run,
     load_run_config,
     open_loggers,
+    own_directory,
     run_training,
     train_built_run,
     training_events,
@@ -118,6 +120,7 @@ def train(
     rewards: Mapping[str, ScoringFunction] | None = None,
     resume: Path | None = None,
     init_from: Path | None = None,
+    from_step: int | None = None,
     allow_change: Sequence[str] = (),
     tiny: bool = False,
     on_event: Callable[[Event], None] | None = None,
@@ -127,8 +130,9 @@ def train(
 
     Both a configuration and a run from `build` are trained as by `tastemaker train`: from the last checkpoint in the
     directory if there is one, and with config.yaml, metrics, samples and a report. Only a `Run` that was put together
-    by hand has no configuration, and so no loggers. `rewards`, `resume`, `init_from` and `tiny` need a configuration;
-    with a run, pass them to `build`. `on_event` is called with every event.
+    by hand has no configuration, and so no loggers. `rewards`, `resume`, `init_from`, `from_step` and `tiny` need a
+    configuration; with a run, pass them to `build`. `on_event` is called with every event. Another process that trains
+    in the same directory is an error.
     """
     metrics: dict[str, float] = {}
 
@@ -140,10 +144,10 @@ def train(
 
     console = console or message_console()
     if isinstance(run_or_config, AnyRun):
-        if resume or init_from or tiny or rewards:
+        if resume or init_from or tiny or rewards or from_step is not None:
             raise ConfigError(
-                "train() got a run together with rewards, resume, init_from or tiny; pass these arguments to "
-                "build(), or pass a configuration to train() [TM772]"
+                "train() got a run together with rewards, resume, init_from, from_step or tiny; pass these arguments "
+                "to build(), or pass a configuration to train() [TM772]"
             )
         train_built_run(run_or_config, allow_change, console, observe)
     else:
@@ -152,6 +156,7 @@ def train(
             tiny=tiny,
             resume=resume,
             init_from=init_from,
+            from_step=from_step,
             allow_change=allow_change,
             console=console,
             on_event=observe,
@@ -269,8 +274,7 @@ def generate(
         save_steps,
     )
     folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console)
-    rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
-    return [folder / row["file"] for row in rows]
+    return [folder / row["file"] for row in read_json_rows(folder / METADATA_FILE)]
 
 
 def list_models() -> list[str]:
@@ -310,6 +314,8 @@ def build_model(config: AnyConfig | Mapping[str, Any], device: str = "auto") -> 
         return config.autoencoder.load(placement)
     if isinstance(config, JudgeRunConfig):
         return build_judge_model(config.judge, placement)
+    if isinstance(config, PreferenceRunConfig):
+        return config.preference.tower.load(placement)
     return build_policy(config, placement)
 
 
@@ -347,24 +353,25 @@ class VAETrainer:
         elif validation.data is None:  # nothing can be held out of a loader
             validation = ValidationConfig()
         config = replace(self.config, batch_size=len(batches.last) * torchrun_world_size(), validation=validation)
-        config = run_directory.keep_precision(config, self.directory)
-        latest = run_directory.claim_run_directory(config, self.directory, ())
-        settings = replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches)
-        if validation_loader is not None:
-            images = read_validation_images(validation_loader, validation.num_samples)
-            settings = replace(settings, validation=replace(validation, data=images))
-        run = build_autoencoder(settings, self.directory)
-        config = replace(config, engine=run.engine.config)
         metrics: dict[str, float] = {}
-        try:
-            if latest is not None:
-                run.resume(latest)
-            with open_loggers(run, config, console or message_console()) as loggers:
-                for event in training_events(run):
-                    loggers.log(event)
-                    metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics
-        finally:
-            run.engine.close()
+        with own_directory(config.engine, self.directory):
+            config = run_directory.keep_precision(config, self.directory)
+            latest = run_directory.claim_run_directory(config, self.directory, ())
+            settings = replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches)
+            if validation_loader is not None:
+                images = read_validation_images(validation_loader, validation.num_samples)
+                settings = replace(settings, validation=replace(validation, data=images))
+            run = build_autoencoder(settings, self.directory)
+            config = replace(config, engine=run.engine.config)
+            try:
+                if latest is not None:
+                    run.resume(latest)
+                with open_loggers(run, config, console or message_console()) as loggers:
+                    for event in training_events(run):
+                        loggers.log(event)
+                        metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics
+            finally:
+                run.engine.close()
         return metrics
 
 

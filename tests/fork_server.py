@@ -99,8 +99,10 @@ def _run(arguments: list[str], env: dict[str, str], directory: str, writer: Conn
     os.chdir(directory)
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    safe_path = arguments[0] == "-P"
+    arguments = arguments[1:] if safe_path else arguments
     kind, rest = arguments[0], arguments[1:]
-    if kind in ("-m", "-c"):
+    if kind in ("-m", "-c") and not safe_path:
         sys.path.insert(0, directory)
     if kind == "-m":
         sys.argv = rest

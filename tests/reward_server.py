@@ -13,7 +13,11 @@ from torch import Tensor
 
 from tastemaker.core.reward import Reward, RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from tastemaker.core.types import Metadata, Placement, Prompts
-from tastemaker.serving.server import BatchQueue, RewardService, describe_reward
+from tastemaker.serving.app import RewardService
+from tastemaker.serving.batch_queue import BatchQueue
+from tastemaker.serving.http_server import RewardServer, bind
+from tastemaker.serving.limits import ServiceLimits
+from tastemaker.serving.server import describe_reward
 
 CPU = torch.device("cpu")
 PIXELS = torch.rand(5, 3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -49,18 +53,28 @@ def score_locally(spec: Any, pixels: Tensor = PIXELS, metadata: Sequence[Metadat
     )
 
 
-@contextmanager
-def serve_on_free_port(spec: Any, port: int = 0, **options: Any) -> Iterator[str]:
+def create_service(spec: Any, token: str = "", **limits: Any) -> RewardService:
     queue = BatchQueue(Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}), CPU)
     is_function = isinstance(spec, FunctionReward)
     description = {"modality": spec.modality} if is_function else describe_reward("it", spec)
-    server = RewardService(queue, description, **options).create_server("127.0.0.1", port)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    return RewardService(queue, description, token, ServiceLimits(**limits))
+
+
+@contextmanager
+def run_service(service: RewardService, port: int = 0) -> Iterator[str]:
+    listener, server = bind("127.0.0.1", port), RewardServer(service)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield url
     finally:
-        server.shutdown()
+        server.should_exit = True
         thread.join()
-        server.server_close()
-        queue.close()
+        service.batch_queue.close()
+
+
+@contextmanager
+def serve_on_free_port(spec: Any, port: int = 0, token: str = "", **limits: Any) -> Iterator[str]:
+    with run_service(create_service(spec, token, **limits), port) as url:
+        yield url

@@ -168,6 +168,17 @@ def find_mistakes(line: str, local_files: set[str]) -> Iterator[str]:
             yield str(error)
 
 
+def test_tests_of_promises_exist() -> None:
+    text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 20
+    for file, function in named:
+        assert f"def {function}(" in (ROOT / file).read_text("utf-8") if function else (ROOT / file).is_file()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "`tests/" in line]
+    promises = text[text.index("## What we promise") : text.index("## What we do not promise")]
+    assert len(rows) == sum(line.startswith("| ") and line != "| promise | test |" for line in promises.splitlines())
+
+
 def test_documented_commands_are_valid() -> None:
     wrong = []
     for page in PAGES:

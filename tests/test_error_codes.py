@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "tastemaker"
-CODE = re.compile(r"\[(TM\d{3})\]$")
+CODE = re.compile(r"\[(TM\d{3,4})\]$")
 ERRORS = {
     "CheckpointError",
     "ConfigError",
@@ -17,6 +17,7 @@ ERRORS = {
     "DownloadError",
     "ImageError",
     "NotImplementedError",
+    "OversizedRequestError",
     "ProtocolError",
     "RewardError",
     "RewardServiceError",
@@ -41,7 +42,7 @@ def find_messages() -> Iterator[tuple[str, str]]:
 def test_every_message_ends_with_a_code() -> None:
     missing = [place for place, text in find_messages() if not CODE.search(text)]
     used = set(used_codes())
-    free = next(code for n in range(1, 1000) if (code := f"TM{n:03d}") not in used)
+    free = next(code for n in range(1000, 10000) if (code := f"TM{n}") not in used)
     assert not missing, f"add a code such as [{free}], which is free, to the end of the messages at {missing}"
 
 
@@ -53,5 +54,5 @@ def test_a_code_names_one_message() -> None:
 
 def used_codes() -> list[str]:
     return [
-        code for path in sorted(ROOT.rglob("*.py")) for code in re.findall(r"\[(TM\d{3})\]", path.read_text("utf-8"))
+        code for path in sorted(ROOT.rglob("*.py")) for code in re.findall(r"\[(TM\d{3,4})\]", path.read_text("utf-8"))
     ]

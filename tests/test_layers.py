@@ -33,6 +33,11 @@ WORKFLOWS = (
     "export.weights",
     "models.downloads",
     "playground.demo",
+    "preferences.alignment",
+    "preferences.interchange",
+    "preferences.session_results",
+    "preferences.session_samples",
+    "preferences.sessions",
     "rewards.folder_scorer",
     "search.flops",
     "search.generation",
@@ -93,6 +98,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "core.objective",
         "data.dataset",
+        "preferences",  # votes and the model of preferences, which data and rewards read
         "processes",
         "serving",
     ),
@@ -109,6 +115,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "autoencoders",
         "evaluation",
+        "preferences.training",
         "training",
         "vlm.finetuning",
     ),
@@ -125,6 +132,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "training.loggers",
     ),
     WORKFLOWS,
+    ("studio",),
     ("compat",),  # formats of other projects; the package root registers it, and nothing else imports it
     ("cli",),
     ("__main__",),
@@ -132,7 +140,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Modules of one layer in several packages that may import one another: training loops on the same engine.
-PEERS = (("training", "autoencoders", "vlm.finetuning"), WORKFLOWS)
+PEERS = (("training", "autoencoders", "preferences.training", "vlm.finetuning"), WORKFLOWS)
 
 # Exceptions, with reasons.
 ALLOWED = {
@@ -243,7 +251,11 @@ FORBIDDEN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] 
     (("objectives", "search"), ("models", "rewards", "training", "data", "config"), BELOW),
     (("rewards",), ("models", "objectives", "processes", "training", "config"), BELOW),
     (("training",), ("config", "models", "rewards", "objectives", "search"), ("config.schema", *BELOW)),
-    (("training.loggers",), ("training", "config"), ("training.events", "training.loggers", *BELOW)),
+    (
+        ("training.loggers",),
+        ("training", "config"),
+        ("training.events", "training.loggers", "training.run_status", *BELOW),
+    ),
 )
 
 

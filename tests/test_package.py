@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,8 @@ HEAVY = (
     "safetensors",
     "tensorboard",
     "wandb",
+    "starlette",
+    "uvicorn",
 )
 
 
@@ -130,6 +134,16 @@ def test_installed_wheel_is_imported(installed_wheel: Path) -> None:
     assert package_file.is_relative_to(installed_wheel)
     assert (package_file.parent / "py.typed").is_file()
     assert (package_file.parent / "recipes/schema.json").is_file()
+
+
+@pytest.mark.slow
+def test_wheel_lists_its_components(installed_wheel: Path) -> None:
+    (wheel,) = installed_wheel.glob("tastemaker-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if ".dist-info/sboms/" in name)
+        document = json.loads(archive.read(name))
+    assert document["bomFormat"] == "CycloneDX" and document["metadata"]["component"]["name"] == "tastemaker"
+    assert "torch" in {component["name"] for component in document["components"]}
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ def make_tiny(line: str, steps: int) -> list[str]:
         arguments = [REWARDS_WITHOUT_WEIGHTS.get(word, word) for word in arguments]
     if command == "train":
         arguments = [word for word in arguments if not word.startswith("steps=")] + [f"steps={steps}"]
+        if "--from-step" in arguments:
+            arguments[arguments.index("--from-step") + 1] = "2"  # of which every tiny run has a checkpoint
         if arguments[0].startswith("runs/"):  # it continues a run whose model is tiny already
             return [command, *arguments, *SMALL_RUN[2:]]
         arguments += SMALL_RECIPES.get(arguments[0], ())

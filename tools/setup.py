@@ -2,6 +2,8 @@
 
 Works with pip 23.2 and newer. pip runs in a pseudo-terminal, so that it draws its progress bar; what it prints is
 reduced to one line that is rewritten on a terminal, and to one line per large download in a log file.
+
+Every package but torch must have one of the hashes of requirements.lock; tools/lock.py says why torch has none.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 import venv
 from pathlib import Path
 
-CONSTRAINTS = "constraints.txt"
+CONSTRAINTS, LOCK = "constraints.txt", "requirements.lock"
 LARGE = re.compile(r"\(([\d.]+) (MB|GB)\)")
 BAR = re.compile(r"([\d.]+)/([\d.]+) (kB|MB|GB)(?:.*eta ([\d:]+))?")
 FILE = re.compile(r"^\s*(Downloading|Processing|Using cached) \S*?([^/\s]+)\.(?:whl|tar\.gz)(?=\s|$)(?!\.metadata)")
@@ -69,9 +71,7 @@ def install(python: Path, *arguments: str) -> None:
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     controller, terminal = pty.openpty()
     settings = {**os.environ, "COLUMNS": "200", "TERM": "xterm", "PIP_ROOT_USER_ACTION": "ignore"}
-    process = subprocess.Popen(
-        [*command, "--constraint", CONSTRAINTS, *arguments], stdout=terminal, stderr=terminal, env=settings
-    )
+    process = subprocess.Popen([*command, *arguments], stdout=terminal, stderr=terminal, env=settings)
     os.close(terminal)
     display, kept, pending = Display(), [], ""
     while True:
@@ -97,11 +97,12 @@ def main(folder: Path) -> None:
     print("1 of 3: create the environment", flush=True)
     venv.create(folder, with_pip=True, symlinks=True)
     python = folder / "bin/python"
-    # The build backend is pinned too: it is installed first and used without a network of its own.
-    print("2 of 3: install the build tools", flush=True)
-    install(python, "hatchling", "editables")
-    print("3 of 3: install the package and its dependencies", flush=True)
-    install(python, "--no-build-isolation", "--editable", ".[dev]")
+    # Without --no-deps, pip would ask for the hash of torch too. The build backend is among these packages: the next
+    # call uses it without a network of its own.
+    print("2 of 3: install the dependencies, which must have the hashes of requirements.lock", flush=True)
+    install(python, "--require-hashes", "--no-deps", "--requirement", LOCK)
+    print("3 of 3: install PyTorch and the package", flush=True)
+    install(python, "--constraint", CONSTRAINTS, "--no-build-isolation", "--editable", ".[dev]")
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
     print(f"Set up in {minutes} min {seconds} s." if minutes else f"Set up in {seconds} s.")
 

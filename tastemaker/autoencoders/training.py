@@ -64,6 +64,13 @@ class ReconstructionMetrics(Protocol):
         """Metrics of all measured images, and a sentence for each metric that is missing."""
 
 
+class AutoencoderState(checkpoint.ExtraState):
+    """What an autoencoder's run keeps in state.json."""
+
+    step: checkpoint.Step
+    discriminator_scaler: checkpoint.LossScale | None = None
+
+
 @dataclass
 class AutoencoderRun:
     net: nn.Module
@@ -127,7 +134,7 @@ class AutoencoderRun:
 
     def resume(self, path: Path) -> None:
         """Restore the state of a checkpoint and continue after its step."""
-        extra = checkpoint.load(path, self.engine, self.weights)
+        extra = checkpoint.load(path, self.engine, self.weights, AutoencoderState)
         self.start_step = int(extra["step"])
         if self.discriminator:
             self.discriminator.load_scaler_state(extra.get("discriminator_scaler"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,25 @@ import typer
 from rich.markup import escape
 
 from ..core.errors import CheckpointError, ConfigError, DownloadError, ImageError, RewardError, TrainingError
-from . import components, data, diagnose, evaluate, export, generate, init, rewards, sweep, train, vlm
+from ..core.interruption import exit_now, handle_signals
+from ..core.safe_files import check_text
+from . import (
+    align,
+    components,
+    data,
+    diagnose,
+    evaluate,
+    export,
+    generate,
+    init,
+    jobs,
+    rewards,
+    studio,
+    sweep,
+    train,
+    vlm,
+    votes,
+)
 from .options import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, stderr_console
 from .plain_help import CommandGroup, needs_plain_text
 from .thread_policy import choose_wait_policy
@@ -26,7 +46,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Example: tastemaker demo",
 )
-for group in (init, train, sweep, components, generate, evaluate, export, rewards, data, vlm, diagnose):
+GROUPS = (
+    init,
+    train,
+    align,
+    sweep,
+    components,
+    generate,
+    studio,
+    votes,
+    jobs,
+    evaluate,
+    export,
+    rewards,
+    data,
+    vlm,
+    diagnose,
+)
+for group in GROUPS:
     app.add_typer(group.app)
 
 
@@ -62,6 +99,9 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
 
     if isinstance(error, (ConfigError, ImageError)):
         return str(error), EXIT_USAGE
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = f"'{Path(str(error.filename)).name:.40}...'" if error.filename else "given"
+        return f"the name {name} is longer than file systems allow; choose a shorter one [TM1165]", EXIT_USAGE
     if isinstance(error, (RewardError, TrainingError, CheckpointError, DownloadError)):
         return str(error), EXIT_FAILURE
     known = explain_error(error)
@@ -85,12 +125,21 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command. Under torchrun only rank 0 prints."""
     warnings.formatwarning = format_warning
     choose_wait_policy()
-    sys.path.insert(0, os.getcwd())  # for the user's own components
     app.rich_markup_mode = None if needs_plain_text() else "markdown"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
-        app(arguments)
+        for argument in sys.argv[1:] if arguments is None else arguments:
+            check_text(argument, "command line")
+        with handle_signals(raising=True):
+            app(arguments)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        exit_now(EXIT_INTERRUPTED)
+    except SystemExit as error:
+        if error.code != EXIT_INTERRUPTED:
+            raise
+        exit_now(EXIT_INTERRUPTED)
     except Exception as error:
         explanation = explain_error(error)
         if explanation is None:

@@ -135,7 +135,7 @@ def plan(
 ) -> None:
     """Predict GPU memory and step time of a run without loading it, and suggest settings if it does not fit."""
     from ..config.load import load_any_config
-    from ..config.schema import AutoencoderRunConfig, JudgeRunConfig
+    from ..config.schema import AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig
     from ..diagnostics import plan as planner
     from ..diagnostics.gpu_presets import find_gpu
     from ..diagnostics.plan_cache import PlanCache
@@ -145,11 +145,8 @@ def plan(
     gpu_gib = gpu_gib or (preset.gib if preset else 80.0)
     tflops, tbps = tflops or (preset.tflops if preset else 540.0), tbps or (preset.tbps if preset else 4.3)
     config = load_any_config(recipe, merge_overrides(overrides))
-    if isinstance(config, JudgeRunConfig):
-        raise ConfigError(
-            "plan: this recipe trains a judge, and plan cannot estimate the memory of a judge; run `tastemaker "
-            "train` instead [TM071]"
-        )
+    if isinstance(config, JudgeRunConfig | PreferenceRunConfig):
+        raise unplanned_error(config)
     engine, precision = resolve_for_planning(config.engine)
     config, console, cache = replace(config, engine=engine), make_console(), PlanCache(enabled=not no_cache)
     is_autoencoder = isinstance(config, AutoencoderRunConfig)
@@ -178,6 +175,19 @@ def plan(
     if chosen:
         print_next_steps(train_command(recipe, overrides or [], world_size, chosen))
     raise typer.Exit(EXIT_FAILURE)
+
+
+def unplanned_error(config: AnyConfig) -> ConfigError:
+    """The error about a kind of run whose memory and time are not estimated."""
+    if "judge" in vars(config):
+        return ConfigError(
+            "plan: this recipe trains a judge, and plan cannot estimate the memory of a judge; run `tastemaker "
+            "train` instead [TM071]"
+        )
+    return ConfigError(
+        "plan: a preference model trains in seconds, with the memory of its tower; run `tastemaker train` "
+        "instead [TM1307]"
+    )
 
 
 def print_savings(savings: Iterator[tuple[str, float]], gpu_gib: float, console: Console) -> list[str]:

@@ -54,13 +54,27 @@ def serve_reward(
     host: Annotated[str, typer.Option(help="Host; other machines need --token-env.")] = "127.0.0.1",
     token_env: Annotated[str, typer.Option(help="Environment variable with the access token.")] = "",
     queue_size: Annotated[int, typer.Option(min=1, help="Maximum number of queued requests.")] = 64,
-    max_request_mb: Annotated[int, typer.Option(min=1, help="Maximum size of a request in MB.")] = 256,
+    max_request_mb: Annotated[int, typer.Option(min=1, help="Maximum size of a request in MB, decompressed.")] = 256,
+    max_total_mb: Annotated[int, typer.Option(min=1, help="Maximum size of all requests in progress in MB.")] = 1024,
+    receive_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which a request must arrive.")] = 60.0,
+    answer_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a waiting request fails.")] = 600.0,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Further name of this machine in requests. Repeatable; '*': any.")
+    ] = None,
     device: RewardDeviceOption = "auto",
     precision: RewardPrecisionOption = "fp32",
 ) -> None:
     """Serve a reward over HTTP; use it in a recipe with `type: remote`."""
     from ..serving import server
+    from ..serving.limits import ServiceLimits
     from ..training.precision import choose_placement
 
-    options = server.ServerOptions(host, port, token_env, queue_size, max_request_mb * 2**20)
+    limits = ServiceLimits(
+        max_requests=queue_size,
+        max_bytes=max_request_mb * 2**20,
+        max_total_bytes=max_total_mb * 2**20,
+        receive_timeout=receive_timeout,
+        answer_timeout=answer_timeout,
+    )
+    options = server.ServerOptions(host, port, token_env, tuple(allowed_host or ()), limits)
     server.run_reward_server(reward, options, choose_placement(device, precision), stderr_console())

@@ -63,6 +63,10 @@ def train(
     init_from: Annotated[
         Path | None, typer.Option(help="Start from the weights of this run, checkpoint, file or exported folder.")
     ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Continue this run from its checkpoint of this step; newer ones are kept aside."),
+    ] = None,
     allow_change: Annotated[
         list[str] | None, typer.Option(help="Key that may differ when resuming; repeatable.")
     ] = None,
@@ -77,7 +81,13 @@ def train(
     if tiny:
         warn_ignored_overrides(config, overrides or ())
     done = run_training(
-        config, tiny=tiny, resume=resume, init_from=init_from, allow_change=allow_change or (), console=stderr_console()
+        config,
+        tiny=tiny,
+        resume=resume,
+        init_from=init_from,
+        from_step=from_step,
+        allow_change=allow_change or (),
+        console=stderr_console(),
     )
     if not done:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -92,6 +102,9 @@ def suggest_commands(config: AnyConfig) -> list[str]:
     export = f"tastemaker export {directory} --out {directory.name}.safetensors"
     if "autoencoder" in settings:
         return [f"tastemaker reconstruct IMAGES --model {directory}", export]
+    if "preference" in settings:
+        reward = f"{{type: preference, path: {directory}}}"
+        return [f'tastemaker score IMAGES --reward "{reward}"', "tastemaker align --votes VOTES --model RECIPE"]
     if "judge" in settings:
         return [f"tastemaker export {directory} --out {directory.name}"]
     data, is_video = str(settings["data"]["type"]), settings["model"].get("frames", 1) > 1

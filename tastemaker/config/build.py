@@ -21,12 +21,16 @@ from ..core.registry import ConfigError
 from ..core.reward import Rubric, WeightedReward, load_shared_reward
 from ..core.trainable_text_encoder import wrap_trainable_text_encoder
 from ..core.types import Placement
-from ..core.weights import NetworkTraits, TrainableModel
+from ..core.weights import FullWeights, NetworkTraits, TrainableModel
 from ..data.dataset import Dataset, split_dataset
 from ..data.images import ClassImages, ImageCollection
 from ..data.joint import JointData
 from ..data.prompts import InlinePrompts
+from ..data.votes import VoteData
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
+from ..preferences.preference_model import PreferenceHead
+from ..preferences.training import PreferenceRun, feature_width
+from ..rewards.preference import load_tower
 from ..training import checkpoint
 from ..training.engine import Engine
 from ..training.run import Run
@@ -36,7 +40,15 @@ from .check import C, require_valid
 from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
-from .schema import AnyConfig, AutoencoderRunConfig, JudgeModelConfig, JudgeRunConfig, RewardConfig, RunConfig
+from .schema import (
+    AnyConfig,
+    AutoencoderRunConfig,
+    JudgeModelConfig,
+    JudgeRunConfig,
+    PreferenceRunConfig,
+    RewardConfig,
+    RunConfig,
+)
 from .shared_tokenizers import share_clip_tokenizer
 
 if TYPE_CHECKING:
@@ -83,10 +95,13 @@ def tiny_prompt_count(config: RunConfig) -> int:
 
 
 def make_tiny_any(config: AnyConfig) -> AnyConfig:
-    """Return a tiny copy of the configuration of a generator, an autoencoder or a judge."""
+    """Return a tiny copy of the configuration of a run of any kind."""
     if isinstance(config, RunConfig):
         return make_tiny(config)
     engine, batch_size = replace(config.engine, compile=False), min(TINY_BATCH_SIZE, config.batch_size)
+    if isinstance(config, PreferenceRunConfig):
+        preference = replace(config.preference, tower=config.preference.tower.tiny())
+        return replace(config, preference=preference, engine=engine, batch_size=batch_size)
     if isinstance(config, JudgeRunConfig):
         judge = replace(config.judge, weights=TINY, model=config.judge.model and config.judge.model.tiny())
         return replace(config, judge=judge, engine=engine, batch_size=batch_size)
@@ -297,6 +312,28 @@ def build_judge(
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
         ema_decay=config.ema_decay,
+        checkpoint=config.checkpoint,
+    )
+
+
+def build_preference(config: PreferenceRunConfig, directory: Path | None = None) -> PreferenceRun:
+    """Build a run that trains a preference model: its head, and the tower that encodes the votes' samples."""
+    config = require_valid(config)
+    engine = start_engine(config)
+    tower = load_tower(config.preference.tower, engine.placement())
+    spec = replace(config.data, ties=True) if isinstance(config.data, VoteData) else config.data
+    data = spec.load(config.seed)
+    width = feature_width(tower, config.preference.features, data, engine.device)
+    return PreferenceRun(
+        weights=FullWeights(PreferenceHead(width)),
+        tower=tower,
+        data=data,
+        engine=engine,
+        directory=directory or config.directory,
+        settings=config.preference,
+        steps=config.steps,
+        batch_size=config.batch_size,
+        seed=config.seed,
         checkpoint=config.checkpoint,
     )
 

@@ -35,6 +35,7 @@ RECIPE_FAMILIES = {  # folders of recipes, in the order of `tastemaker list reci
     "tokens": "Image tokens: LlamaGen and Show-o",
     "autoencoders": "Autoencoders: VAEs and tokenizers",
     "judges": "Judges: vision-language models that answer questions about images",
+    "preferences": "Preferences: models of what people prefer, learned from votes",
     "toys": "Toys: seconds to minutes on a CPU, to try a method or a change",
 }
 CPU_FAMILIES = ("playground", "toys")

@@ -19,6 +19,7 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import (
     ImageBatch,
+    PreferenceBatch,
     PromptBatch,
     QuestionAnswerBatch,
 )
@@ -30,10 +31,11 @@ from ..objectives.srpo import SRPO
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
+from ..rewards.preference import tower_settings
 from .data_checks import BATCH_NAMES, DATA_TYPES, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
 from .engine_rules import ENGINE_RULES
-from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .validate import build_component
 
 if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` does without
@@ -297,6 +299,24 @@ def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
     return None
 
 
+def check_preference_data(config: PreferenceRunConfig, world_size: int) -> str | None:
+    if config.data.batch_type is not PreferenceBatch:
+        yields = BATCH_NAMES.get(config.data.batch_type, config.data.batch_type.__name__)
+        return (
+            f"data.type: a preference model trains on preference pairs, but '{component_name(config.data)}' yields "
+            f"{yields}; set data.type to votes, pair_file or pair_folder [TM1304]"
+        )
+    return None
+
+
+def check_preference_tower(config: PreferenceRunConfig, world_size: int) -> str | None:
+    try:
+        tower_settings(config.preference.tower)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 COMMON_RULES: tuple[CommonRule, ...] = (
     *ENGINE_RULES,
     check_data_files,
@@ -338,6 +358,10 @@ AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...]
     check_sample_weights,
 )
 JUDGE_RULES: tuple[Callable[[JudgeRunConfig, int], str | None], ...] = (check_judge_data, check_batch_size)
+PREFERENCE_RULES: tuple[Callable[[PreferenceRunConfig, int], str | None], ...] = (
+    check_preference_data,
+    check_preference_tower,
+)
 
 
 def find_problems(config: AnyConfig, world_size: int | None = None, *, load_data: bool = True) -> list[str]:
@@ -350,6 +374,8 @@ def find_problems(config: AnyConfig, world_size: int | None = None, *, load_data
         messages = [rule(config, ranks) for rule in AUTOENCODER_RULES]
     elif isinstance(config, JudgeRunConfig):
         messages = [rule(config, ranks) for rule in JUDGE_RULES]
+    elif isinstance(config, PreferenceRunConfig):
+        messages = [rule(config, ranks) for rule in PREFERENCE_RULES]
     else:
         messages = [rule(config, ranks) for rule in RUN_RULES if load_data or rule not in TRAINING_RULES]
     messages += [rule(config, ranks) for rule in COMMON_RULES if load_data or rule is not check_data_files]
@@ -419,6 +445,8 @@ def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
         return StepCounts(
             config.batch_size, minibatch_size=config.batch_size, micro_batch_size=share, total_updates=config.steps
         )
+    if isinstance(config, PreferenceRunConfig):  # every step fits a head to as many votes as there are at that point
+        return StepCounts(config.batch_size, minibatch_size=config.batch_size, total_updates=config.steps)
     batch, objective = config.batch, config.objective
     guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
     samples = objective.samples_per_prompt()

@@ -11,7 +11,7 @@ from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
 from ..training.device_precision import describe_emulation
 from .check import compute_step_counts
-from .schema import AnyConfig, AutoencoderRunConfig, RunConfig
+from .schema import AnyConfig, AutoencoderRunConfig, PreferenceRunConfig, RunConfig
 
 if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` does without
     from ..training.engine import Engine
@@ -78,7 +78,7 @@ def warn_small_lora_updates(config: AnyConfig) -> list[str]:
 
     An AdamW update moves a weight by at most about the learning rate, and `lora_up` starts at zero.
     """
-    if isinstance(config, AutoencoderRunConfig) or not config.tuning.is_adapter:
+    if isinstance(config, AutoencoderRunConfig | PreferenceRunConfig) or not config.tuning.is_adapter:
         return []
     lr, updates = config.optim.lr, compute_step_counts(config).total_updates
     if lr >= MIN_LORA_LR and lr * updates >= MIN_LORA_CHANGE:

@@ -13,7 +13,15 @@ from . import named_datasets
 from .dump import to_plain
 from .load import RECIPES
 from .named_datasets import DATASETS_FILES, NAMED_DATASET
-from .schema import AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RewardConfig, RunConfig, ordered_fields
+from .schema import (
+    AutoencoderRunConfig,
+    JudgeRunConfig,
+    LoggerConfig,
+    PreferenceRunConfig,
+    RewardConfig,
+    RunConfig,
+    ordered_fields,
+)
 from .validate import COMPONENT_REGISTRIES, ComponentReader, LoggerReader, RewardReader, SectionReader, type_adapter_for
 
 Schema = dict[str, Any]
@@ -24,7 +32,7 @@ WEIGHTED = "weighted reward"
 def build_schema() -> Schema:
     """Build the schema of all recipes. No key is required: it may come from a recipe that is extended."""
     root = class_schema(RunConfig)
-    for other in (AutoencoderRunConfig, JudgeRunConfig):
+    for other in (AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig):
         root["properties"] |= class_schema(other)["properties"]
     names = {"type": "string"}
     root["properties"] |= {"extends": {"anyOf": [names, {"type": "array", "items": names}]}}

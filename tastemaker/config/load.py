@@ -20,11 +20,11 @@ from .recipes import merge_mappings as merge_mappings
 from .recipes import merge_parents as merge_parents
 from .recipes import read_yaml_mapping as read_yaml_mapping
 from .registries import MODELS, OBJECTIVES, PROCESSES, TUNINGS, convert_config
-from .schema import AnyConfig, JudgeRunConfig, RunConfig
+from .schema import AnyConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .validate import validate_config
 from .yaml_io import parse_yaml
 
-RUN_KINDS = {"objective", "autoencoder", "judge"}  # every complete recipe has one of these sections
+RUN_KINDS = {"objective", "autoencoder", "judge", "preference"}  # every complete recipe has one of these sections
 
 # Sections whose settings a class of your own takes over, as far as it has them.
 CUSTOMIZABLE_SECTIONS = {"objective": OBJECTIVES, "model": MODELS, "process": PROCESSES, "tuning": TUNINGS}
@@ -34,7 +34,9 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load the configuration of a recipe that trains a generator."""
     config = load_any_config(recipe, overrides)
     if not isinstance(config, RunConfig):
-        what = "a judge" if isinstance(config, JudgeRunConfig) else "an autoencoder"
+        what = {JudgeRunConfig: "a judge", PreferenceRunConfig: "a preference model"}.get(
+            type(config), "an autoencoder"
+        )
         raise ConfigError(
             f"{recipe}: this recipe trains {what}, which cannot generate images; use the recipe with `tastemaker "
             "train`, or give the recipe of a generator [TM026]"
@@ -71,7 +73,11 @@ def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
 
 def list_generator_recipes() -> list[str]:
     """List the recipes that train a generator, not an autoencoder or a judge."""
-    return [name for name in list_trainable_recipes() if not {"autoencoder", "judge"} & _read_package(name).keys()]
+    return [
+        name
+        for name in list_trainable_recipes()
+        if not {"autoencoder", "judge", "preference"} & _read_package(name).keys()
+    ]
 
 
 def list_judge_recipes() -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.registry import ConfigError, suggest_name
+from ..core.safe_files import MAX_YAML_BYTES, parse_yaml, read_text
 from .registries import convert_dataset
-from .yaml_io import parse_yaml
 
 NAMED_DATASET = "named"
 DATASETS_FILES = (Path("datasets.yaml"), Path("configs/datasets.yaml"))  # the first one that exists
@@ -54,13 +54,7 @@ def find_datasets_file(file: object) -> Path:
 
 def read_datasets_file(file: Path) -> dict[str, Any]:
     """Read the entries of a file by name."""
-    try:
-        entries = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file}: the file cannot be read ({error}); save it as UTF-8 text, and check the path and its "
-            "permissions [TM036]"
-        ) from error
+    entries = parse_yaml(read_text(file, MAX_YAML_BYTES), file)
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(
             f"{file}: expected a mapping from dataset names to settings; write for example faces: {{type: "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.registry import ConfigError
-from .yaml_io import parse_yaml
+from ..core.safe_files import MAX_YAML_BYTES, parse_yaml_mapping, read_text
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 PARTS = RECIPES / "base"
@@ -101,26 +101,13 @@ def suggest_recipes(name: str, known: list[str]) -> str:
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read the mapping in one file, without its parents."""
-    try:
-        data = copy.deepcopy(_parse_cached(path.read_text(encoding="utf-8"), str(path)))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text [TM041]") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the file cannot be read ({error.strerror}); check the path and its permissions [TM042]"
-        ) from error
-    if data is not None and not isinstance(data, dict):
-        raise ConfigError(
-            f"{path}: expected a mapping of sections, got a {type(data).__name__}; write sections such as optim: "
-            "{lr: 1e-4} [TM043]"
-        )
-    return data or {}
+    return copy.deepcopy(_parse_cached(read_text(path, MAX_YAML_BYTES), str(path)))
 
 
 @lru_cache(maxsize=512)
-def _parse_cached(text: str, where: str) -> Any:
+def _parse_cached(text: str, where: str) -> dict[str, Any]:
     """Parse YAML once per text, since many recipes extend the same few; callers copy the result."""
-    return parse_yaml(text, where)
+    return parse_yaml_mapping(text, where)
 
 
 def merge_parents(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:

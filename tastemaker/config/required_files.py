@@ -15,7 +15,7 @@ from ..models.pretrained import find_cached
 from ..models.weight_files import PLAYGROUND, is_shipped, shipped_weights_path
 from .check import compute_step_counts, settings_of
 from .data_checks import BATCH_NAMES
-from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .shared_tokenizers import share_clip_tokenizer
 
 # Settings that name weights: a path, a hub id, or a name in the package.
@@ -55,6 +55,9 @@ def _file_sections(config: AnyConfig) -> Iterator[tuple[str, Any]]:
     if isinstance(config, RunConfig):
         yield "model", config.model
         yield from ((f"rewards.{name}", reward.spec) for name, reward in config.rewards.items())
+        return
+    if isinstance(config, PreferenceRunConfig):
+        yield "preference", config.preference
         return
     yield "validation", config.validation
     if isinstance(config, JudgeRunConfig):
@@ -106,6 +109,8 @@ def published_sources(config: AnyConfig) -> tuple[WeightsSource, ...]:
         return config.judge.model.sources if config.judge.model is not None else ()
     if isinstance(config, AutoencoderRunConfig):
         return config.autoencoder.sources
+    if isinstance(config, PreferenceRunConfig):
+        return config.preference.tower.sources
     rewards = share_clip_tokenizer(config).rewards
     sources = [*config.model.sources, *(s for reward in rewards.values() for s in reward.spec.sources)]
     return tuple(dict.fromkeys(sources))

@@ -17,6 +17,7 @@ from ..core.policy import Guidance, Process
 from ..core.reward import RewardNormalization, RewardSpec
 from ..core.weights import Tuning
 from ..data.dataset import DataSpec
+from ..preferences.preference_model import FeatureLayer
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -267,4 +268,22 @@ class JudgeRunConfig(SupervisedConfig):
     tuning: Tuning
 
 
-AnyConfig = RunConfig | AutoencoderRunConfig | JudgeRunConfig
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """The preference model: a Bradley-Terry head on the features of a frozen image-text network."""
+
+    tower: RewardSpec  # a reward with such a network: clip (also SigLIP), pickscore, hps or playground_match
+    features: FeatureLayer = "all"  # pooled: the embedding; spatial: maps, which know sizes, colors and places
+    folds: Annotated[int, Field(ge=2, le=20)] = 5  # parts of the prompts, each predicted from votes on the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceRunConfig(CommonConfig):
+    """A run that learns from votes what people prefer. `steps` are the points of its learning curve."""
+
+    preference: PreferenceConfig
+    data: DataSpec
+    batch_size: PositiveInt = 32  # pairs whose images are encoded at once
+
+
+AnyConfig = RunConfig | AutoencoderRunConfig | JudgeRunConfig | PreferenceRunConfig

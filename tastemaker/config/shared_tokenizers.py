@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..core.reward import RewardSpec
+from ..core.safe_files import read_json_object
 from ..models.pretrained import find_cached
 from ..rewards.backbones.tokenizers import CLIP_TOKENIZER, has_tokenizer
 from .schema import RunConfig
@@ -29,7 +29,7 @@ def find_clip_tokenizer(weights: Any) -> Path | None:
     if not isinstance(weights, str) or not (folder := Path(weights).expanduser() / "tokenizer").is_dir():
         return None
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = read_json_object(folder / "tokenizer_config.json")
     except (OSError, ValueError):
         return None
     is_clip = str(settings.get("tokenizer_class", "")).startswith("CLIPTokenizer")

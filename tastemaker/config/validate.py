@@ -53,6 +53,7 @@ from .schema import (
     CommonConfig,
     JudgeRunConfig,
     LoggerConfig,
+    PreferenceRunConfig,
     RewardConfig,
     RunConfig,
     ordered_fields,
@@ -84,7 +85,8 @@ COMPONENT_REGISTRIES: dict[type, Registry] = {
 
 def validate_config(data: object) -> AnyConfig:
     """Build the configuration of a run from plain data; its kind is the section it has."""
-    kinds = {"objective": RunConfig, "autoencoder": AutoencoderRunConfig, "judge": JudgeRunConfig}
+    kinds: dict[str, type] = {"objective": RunConfig, "autoencoder": AutoencoderRunConfig, "judge": JudgeRunConfig}
+    kinds["preference"] = PreferenceRunConfig
     present = [key for key in kinds if isinstance(data, Mapping) and key in data]
     if len(present) > 1:
         raise ConfigError(

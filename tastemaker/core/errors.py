@@ -29,6 +29,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message says what to do."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint with missing or changed files."""
+
+
 class DownloadError(RuntimeError):
     """Weights could not be downloaded; the message says why."""
 
@@ -54,5 +58,10 @@ def explain_error(error: BaseException) -> str | None:
         return (
             f"the disk is full{place}; free some space, lower checkpoint.keep_last, or set output_dir to another "
             "disk. Then run the same command again to resume from the last checkpoint [TM814]"
+        )
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return (
+            f"{error.filename or 'the output'} is on a file system that is read-only; mount it for writing, or choose "
+            "another output folder [TM1250]"
         )
     return None

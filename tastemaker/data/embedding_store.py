@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import safe_files
 from ..core.model_spec import EncoderFingerprint, PromptEncoder
 from ..core.output_paths import replace_file, write_text_atomically
 from ..core.registry import ConfigError
@@ -73,8 +75,8 @@ def require_same_encoder(stored: EncoderFingerprint, expected: EncoderFingerprin
 def read_json(path: Path) -> Any:
     """The content of a JSON file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return safe_files.read_json(path)
+    except ConfigError as error:
         raise ConfigError(
             f"{path} cannot be read as JSON ({error!s:.200}); compute the embeddings again with `tastemaker "
             "embed` [TM142]"
@@ -109,7 +111,13 @@ class ShardedEmbeddingStore(EmbeddingStore):
             require_same_encoder(index["made_by"], made_by, folder)
             self.made_by = {**index["made_by"], **self.made_by}
             self.negatives += index.get("negatives", ())
-            existing = {file: texts for file, texts in index["shards"].items() if (folder / file).is_file()}
+            wrong = [x for x in index["shards"].items() if Path(x[0]).name != x[0] or not isinstance(x[1], list)]
+            if wrong or not isinstance(index.get("negatives", []), list):
+                raise ConfigError(
+                    f"{path} does not list the prompts of files in its own folder; compute the embeddings again with "
+                    "`tastemaker embed` [TM1160]"
+                )
+            existing = {file: texts for file, texts in index["shards"].items() if os.path.isfile(folder / file)}
             (self.shards if path == self.index else self.others).update(existing)
         self.negatives = list(dict.fromkeys([*self.negatives, *negatives]))
 

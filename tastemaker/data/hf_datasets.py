@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.output_paths import replace_file
 from ..core.registry import ConfigError
 from .image_sources import LABEL_COLUMNS, PROMPT_COLUMNS, ImageSource
 
 IMAGE_COLUMNS = ("image", "image_path", "file", "filepath")  # the first that exists
+ROWS_PER_BATCH = 64  # of Parquet files, whose rows hold images
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by `save_to_disk`
 
 
@@ -93,6 +96,51 @@ def load_table(folder: Path, split: str) -> Any:
             "data.split [TM157]"
         )
     return table
+
+
+def iterate_rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a folder that `datasets` saved, or of a Parquet file; images are {bytes, path}."""
+    if path.suffix == ".parquet":
+        parquet = _import_parquet(path)
+        for batch in parquet.ParquetFile(path).iter_batches(ROWS_PER_BATCH):
+            yield from batch.to_pylist()
+        return
+    table = load_table(path, split)
+    import datasets
+
+    for name, feature in table.features.items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+    for row in table:
+        yield dict(row)
+
+
+def save_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows to a Parquet file, or to a folder as `save_to_disk` of `datasets` does."""
+    parquet = _import_parquet(path)
+    if path.suffix == ".parquet":
+        import pyarrow  # type: ignore[import-untyped]
+
+        with replace_file(path) as partial:
+            parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
+        return
+    import datasets
+
+    table = datasets.Dataset.from_list(rows)
+    datasets.disable_progress_bars()
+    table.save_to_disk(str(path))
+
+
+def _import_parquet(path: Path) -> Any:
+    try:
+        import datasets  # noqa: F401  # brings pyarrow
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package datasets, which is not installed; run `pip install 'tastemaker[datasets]'`, or "
+            "use a .jsonl file [TM1415]"
+        ) from error
+    return pyarrow.parquet
 
 
 def load_prompts(folder: Path, split: str) -> tuple[str, list[dict[str, Any]]]:

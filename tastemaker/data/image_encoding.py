@@ -27,6 +27,7 @@ from ..console import ProgressBar, make_console
 from ..core import output_paths
 from ..core.autoencoder import AutoencoderNet, AutoencoderSpec, as_autoencoder
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json
 from ..core.types import Placement
 from ..models.image_tokenizer import build_frozen_tokenizer, read_tokenizer
 from ..models.nets.vq import VQ
@@ -389,7 +390,7 @@ def write_token_manifest(options: TokenEncodingOptions, num_images: int, tensors
     del manifest["out"], manifest["max_skipped"]
     path = options.codes / TOKEN_MANIFEST
     if path.is_file():
-        check_same_manifest(manifest, json.loads(path.read_text(encoding="utf-8")), options.codes)
+        check_same_manifest(manifest, read_json(path), options.codes)
     output_paths.write_text_atomically(path, json.dumps(manifest, indent=1))  # by every rank
 
 

@@ -12,26 +12,50 @@ import os
 import re
 import shutil
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
+from ..core.errors import ConfigError
 from ..core.errors import ImageError as ImageError
+from ..core.text_layout import wrap_text
 
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 VIDEO_SUFFIX = ".mp4"  # of videos that are written
 VIDEO_SUFFIXES = (VIDEO_SUFFIX, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # of videos that are read
 FRAMES_SUFFIX = ".frames"
 WRITABLE_SUFFIXES = ", ".join([*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX])
+TRANSPARENT_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
+ANIMATED_FORMATS = ("PNG", "GIF", "WEBP")
+READABLE_FORMATS = sorted({*IMAGE_FORMATS.values(), "GIF"})
+MAX_MEGAPIXELS = 64  # of an image, which takes 18 bytes per pixel while it is read
+VIDEO_FACTOR = 4  # times as many may be in all frames of a video together
+LIMIT_VARIABLE = "TASTEMAKER_MAX_MEGAPIXELS"
+PILLOW_LIMIT = Lock()
+# What Pillow and PyAV raise for broken files.
+DECODING_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)
+DECODING_ERRORS += (struct.error, zlib.error, MemoryError, Image.DecompressionBombError)
 READABLE_SUFFIXES = ", ".join([*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES])
 
 
@@ -105,9 +129,10 @@ def read_image(path: Path) -> Tensor:
         raise ImageError(f"{path} is not a supported image or video; expected one of {READABLE_SUFFIXES} [TM167]")
     if path.suffix.lower() in VIDEO_SUFFIXES:
         with image_errors(str(path), "a video"):
-            return torch.from_numpy(_import_video_io(path).read_video(path)).movedim(-1, -3) / 255
-    with image_errors(str(path)), Image.open(path) as image:
-        return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
+            frames = _import_video_io(path).read_video(path, partial(check_pixels, str(path)), max_pixels())
+            return torch.from_numpy(frames).movedim(-1, -3) / 255
+    with open_image(path, str(path)) as image:
+        return torch.stack([_rgb(frame) for frame in _frames(image)])
 
 
 def _read_frames(folder: Path) -> Tensor:
@@ -146,7 +171,7 @@ def image_size(path: Path) -> tuple[int, int]:
     if path.suffix.lower() not in IMAGE_FORMATS or not path.is_file():
         height, width = read_image(path).shape[-2:]
         return height, width
-    with image_errors(str(path)), Image.open(path) as image:
+    with open_image(path, str(path)) as image:
         rotated = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 swap the sides
         return (image.width, image.height) if rotated else (image.height, image.width)
 
@@ -169,14 +194,10 @@ def resize_area(pixels: Tensor, height: int, width: int) -> Tensor:
 
 def decode_image(data: bytes, name: str, limit: int) -> Tensor:
     """The frames of an encoded image, animated PNG or GIF, with at most `limit` values: [F, 3, H, W] in [0, 1]."""
-    with image_errors(name), Image.open(BytesIO(data), formats=[*{*IMAGE_FORMATS.values(), "GIF"}]) as image:
-        frames, remaining = [], limit
-        for frame in ImageSequence.Iterator(image):
-            remaining -= 3 * frame.width * frame.height
-            if remaining < 0:
-                raise ImageError(f"{name} decodes to more than {limit} values; send a smaller image [TM171]")
-            frames.append(_rgb(frame))
-        return torch.stack(frames)
+    with open_image(BytesIO(data), name) as image:
+        if 3 * image.width * image.height * count_frames(image) > limit:
+            raise ImageError(f"{name} decodes to more than {limit} values; send a smaller image [TM171]")
+        return torch.stack([_rgb(frame) for frame in _frames(image)])
 
 
 def encode_png(pixels: Tensor) -> bytes:
@@ -193,14 +214,80 @@ def encode_gif(pixels: Tensor, frames_per_second: int = 8) -> bytes:
     return file.getvalue()
 
 
+def max_pixels() -> int:
+    """The most pixels an image may have; the frames of a video together may have `VIDEO_FACTOR` times as many."""
+    text = os.environ.get(LIMIT_VARIABLE) or str(MAX_MEGAPIXELS)
+    try:
+        megapixels = float(text)
+    except ValueError:
+        megapixels = math.nan
+    if not 0 < megapixels <= 1e6:
+        raise ConfigError(
+            f"{LIMIT_VARIABLE}: expected a number of megapixels above 0, got '{text:.40}'; set for example "
+            f"{LIMIT_VARIABLE}={MAX_MEGAPIXELS} [TM1170]"
+        )
+    return int(megapixels * 1e6)
+
+
+def check_pixels(name: str, width: int, height: int, frames: int = 1) -> None:
+    """Refuse an image or video that would take too much memory: a few bytes of PNG can stand for gigabytes."""
+    limit, pixels = max_pixels(), width * height * max(1, frames)
+    allowed = limit if frames <= 1 else VIDEO_FACTOR * limit
+    if width * height > limit or pixels > allowed:
+        needed = math.ceil(max(width * height, pixels / (VIDEO_FACTOR if frames > 1 else 1)) / 1e6)
+        of = f"{width}x{height} pixels" + (f" in {frames} frames" if frames > 1 else "")
+        raise ImageError(
+            f"{name} has {of}, {math.ceil(pixels / 1e6)} megapixels, more than the limit of {allowed / 1e6:g}; make "
+            f"it smaller, or set {LIMIT_VARIABLE}={needed} in the environment if you trust the file [TM1171]"
+        )
+
+
+@contextmanager
+def open_image(source: Path | BytesIO, name: str, min_size: int | None = None) -> Iterator[Image.Image]:
+    """An image whose size, in its header, is within the limit; its pixels are decoded within the block.
+
+    With `min_size`, a JPEG is decoded at the smallest scale that has so many pixels per side, and counts at that scale.
+    Other formats than ours are not tried, because Pillow runs programs for some of them.
+    """
+    limit = max_pixels()
+    with image_errors(name):
+        with PILLOW_LIMIT:  # Pillow's own limit is a warning, which names neither the file nor what to do
+            before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+            try:
+                image = Image.open(source, formats=READABLE_FORMATS)
+            finally:
+                Image.MAX_IMAGE_PIXELS = before if before is None else max(before, limit)
+        with image:
+            if min_size is not None:
+                image.draft(None, (min_size, min_size))
+            check_pixels(name, image.width, image.height, count_frames(image) if min_size is None else 1)
+            yield image
+
+
+def count_frames(image: Image.Image) -> int:
+    """The frames of an animation; 1 for a JPEG, whose further images are previews of other sizes."""
+    return int(getattr(image, "n_frames", 1)) if image.format in ANIMATED_FORMATS else 1
+
+
+def _frames(image: Image.Image) -> Iterator[Image.Image]:
+    size = image.size
+    for number in range(count_frames(image)):
+        image.seek(number)
+        if image.size != size:  # a frame of a GIF may enlarge the image beyond the size in its header
+            raise ValueError(
+                f"frame {number} has {image.width}x{image.height} pixels, not {size[0]}x{size[1]} [TM1176]"
+            )
+        yield image
+
+
 @contextmanager
 def image_errors(name: str, kind: str = "an image") -> Iterator[None]:
     """Turn the exceptions of decoding a broken file into an ImageError that names it."""
     try:
         yield
-    except ImageError:
+    except (ImageError, ConfigError):
         raise
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except DECODING_ERRORS as error:
         raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove this file [TM172]") from error
 
 
@@ -214,9 +301,10 @@ def _rgb(image: Image.Image) -> Tensor:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16-bit grayscale, which Pillow's own conversion clips at 255
         return torch.from_numpy(np.array(image, np.float32) / 65535).expand(3, -1, -1)
-    image = image.convert("RGBA")
-    white = Image.new("RGBA", image.size, "white")
-    return torch.from_numpy(np.array(Image.alpha_composite(white, image).convert("RGB"))).movedim(-1, 0) / 255
+    if image.mode in TRANSPARENT_MODES or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0) / 255
 
 
 def _import_video_io(path: Path) -> Any:
@@ -286,26 +374,6 @@ def _draw_caption(caption: str, width: int, lines: int = 2, size: int = 12) -> T
     """Black text on white, wrapped and truncated to fit: [3, h, width]."""
     font = ImageFont.load_default(size)
     image = Image.new("RGB", (width, CAPTION_HEIGHT * lines // 2), "white")
-    ImageDraw.Draw(image).multiline_text((2, 1), _wrap(caption, font, width - 4, lines), "black", font, spacing=3)
+    text = "\n".join(wrap_text(caption, width - 4, lines, font.getlength))
+    ImageDraw.Draw(image).multiline_text((2, 1), text, "black", font, spacing=3)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
-
-
-def _wrap(caption: str, font: Any, width: int, lines: int) -> str:
-    wrapped = [""]
-    for word in caption.split():
-        longer = f"{wrapped[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not wrapped[-1]:
-            wrapped[-1] = longer
-        else:
-            wrapped.append(word)
-    if len(wrapped) > lines:
-        wrapped = [*wrapped[: lines - 1], " ".join(wrapped[lines - 1 :])]
-    return "\n".join(_truncate(line, font, width) for line in wrapped)
-
-
-def _truncate(line: str, font: Any, width: int) -> str:
-    if font.getlength(line) <= width:
-        return line
-    while line and font.getlength(line + "...") > width:
-        line = line[:-1]
-    return line + "..."

@@ -5,7 +5,6 @@ An index that is broken or lacks what is asked for raises one of READ_ERRORS, wh
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.registry import ConfigError
+from ..core.safe_files import check_text, parse_json
 from .image_io import IMAGE_FORMATS, decode_image, read_image
 from .text_files import get_text, read_json_rows, read_text, require_file
 
@@ -208,7 +208,7 @@ class TarSample:
 
     def metadata(self) -> dict[str, Any]:
         """The content of its .json, if it has one."""
-        metadata = json.loads(self.read("json")) if "json" in self.parts else {}
+        metadata = parse_json(self.read("json").decode(), self.key) if "json" in self.parts else {}
         if not isinstance(metadata, dict):
             raise ValueError(f"the JSON of the sample is a {type(metadata).__name__}; expected an object [TM182]")
         return metadata
@@ -300,18 +300,36 @@ def _has_caption(sample: TarSample) -> bool:
         return False  # reported when the sample is loaded
 
 
+def _check_member(file: Path, member: tarfile.TarInfo) -> None:
+    """Refuse what no archive of images needs, and one made to do harm has: paths that leave it, links, devices."""
+    leaves = member.name.startswith("/") or ".." in member.name.split("/")
+    if leaves or not (member.isreg() or member.isdir()) or member.issparse():
+        kind = "a path outside the archive" if leaves else "a link, a device or a sparse file"
+        raise ConfigError(
+            f"{file} holds {check_text(member.name, str(file))!r:.100}, {kind}; expected files and folders only, so "
+            "write the archive again, without it [TM1167]"
+        )
+
+
 def index_shard(file: Path) -> Iterator[TarSample]:
     """The samples of a shard, in order, without reading their content."""
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     try:
+        length, position = file.stat().st_size, -1
         with tarfile.open(file, "r:") as tar:
             for member in tar:
+                _check_member(file, member)
+                if member.offset <= position or not 0 <= member.size <= length - member.offset_data:
+                    raise tarfile.ReadError(f"'{member.name:.60}' is not within the file")
+                position = member.offset
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, suffix = name.partition(".")
                 if member.isfile() and dot and stem:
                     parts = samples.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     parts[suffix.lower()] = (member.offset_data, member.size)
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except ConfigError:
+        raise
+    except (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, IndexError, MemoryError) as error:
         raise ConfigError(
             f"{file} cannot be read as a .tar file ({error!s:.200}); download the file again, or remove it [TM188]"
         ) from error

@@ -14,11 +14,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..core.registry import ConfigError
-from .image_io import IMAGE_FORMATS, image_errors, to_uint8
+from .image_io import TRANSPARENT_MODES, image_errors, open_image, to_uint8
 
 MIN_CROP = 0.8  # of the shorter side, for random crops
-TRANSPARENT_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
-FORMATS = sorted({*IMAGE_FORMATS.values()})
 
 
 def scale_shorter_side(image: Image.Image, size: int) -> Image.Image:
@@ -83,15 +81,14 @@ def decode_square(
     """Decode and crop in one step: the center square, or a random crop by three draws: [size, size, 3] uint8."""
     shorter = scaled_size(size, draws[0]) if draws else size
     with image_errors(name):
-        image = scale_shorter_side(open_rgb(encoded, shorter), shorter)
+        image = scale_shorter_side(open_rgb(encoded, name, shorter), shorter)
     square = crop_square(image, size, draws[1:])
     return torch.from_numpy(np.array(square.convert("L").convert("RGB") if grayscale else square))
 
 
-def open_rgb(encoded: Path | bytes, min_size: int) -> Image.Image:
+def open_rgb(encoded: Path | bytes, name: str, min_size: int) -> Image.Image:
     """Decode to RGB, upright, over white; a JPEG at the smallest scale with at least `min_size` pixels per side."""
-    with Image.open(BytesIO(encoded) if isinstance(encoded, bytes) else encoded, formats=FORMATS) as image:
-        image.draft(None, (min_size, min_size))
+    with open_image(BytesIO(encoded) if isinstance(encoded, bytes) else encoded, name, min_size) as image:
         image.load()
         if image.getexif().get(0x0112, 1) != 1:
             ImageOps.exif_transpose(image, in_place=True)

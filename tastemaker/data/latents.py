@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.output_paths import write_text_atomically
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
+from ..core.safe_files import parse_json, read_json
 from ..core.types import LatentBatch, PromptBatch
 from .dataset import repeat_prompts
 from .image_sources import walk_files
@@ -64,7 +65,7 @@ class LatentManifest:
 
 def read_manifest(folder: Path) -> LatentManifest:
     try:
-        content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(folder / MANIFEST)
         tuples = {key: tuple(content[key]) for key in ("shape", "class_names")}
         return LatentManifest(**{**content, **tuples})
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -99,7 +100,7 @@ class LatentShard:
 def read_shard(path: Path) -> LatentShard:
     try:
         with safe_open(path, framework="pt") as file:
-            content = json.loads((file.metadata() or {})[SHARD_METADATA])
+            content = parse_json((file.metadata() or {})[SHARD_METADATA], path)
         return LatentShard(
             path,
             tuple(content["prompts"]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import io
 import pickle
+import pickletools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ..core.registry import ConfigError
+from ..core.safe_files import parse_json, read_bytes
 from ..core.types import Metadata, PromptBatch
 from .dataset import Dataset, epoch_permutation
 from .image_io import image_size, read_image, resize_lanczos
@@ -171,14 +173,21 @@ class PlainDataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
 
 
+def unpickle_plain_data(data: bytes) -> Any:
+    """The content of a pickle whose memo is not larger than the pickle, as one made to take memory has it."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
+            raise pickle.UnpicklingError(f"its memo has the index {argument}")
+    return PlainDataUnpickler(io.BytesIO(data)).load()
+
+
 def load_document(path: Path) -> Any:
     """The content of a .json or .pkl file."""
     try:
         if path.suffix == ".json":
-            return json.loads(read_text(path))
-        with path.open("rb") as file:
-            return PlainDataUnpickler(file).load()
+            return parse_json(read_text(path), path)
+        return unpickle_plain_data(read_bytes(path))
     except ConfigError:
         raise
-    except (OSError, ValueError, EOFError, RecursionError, pickle.UnpicklingError, IndexError, KeyError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         raise ConfigError(f"{path} cannot be read ({error!s:.200}); convert the file to .jsonl [TM215]") from error

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from ..core.safe_files import read_yaml_mapping
 
 if TYPE_CHECKING:  # it imports torch
     from ..core.types import Metadata
@@ -32,7 +32,7 @@ class PromptTemplate:
 
 @cache
 def _load_file() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_yaml_mapping(FILE)
     return content
 
 

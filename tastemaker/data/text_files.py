@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
+from ..core import safe_files
 from ..core.registry import ConfigError
 from ..core.types import Metadata
 
@@ -28,14 +27,7 @@ SAMPLING_STRATEGY = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)$")
 
 def read_text(path: Path) -> str:
     """The text of a file that is not empty."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text [TM224]") from error
-    except (OSError, ValueError) as error:  # a path may hold characters that the file system refuses
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); check the path and the permissions of the file [TM225]"
-        ) from error
+    text = safe_files.read_text(path, safe_files.MAX_ROWS_BYTES)
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty; add at least one row [TM226]")
     return text
@@ -52,12 +44,7 @@ def read_json_rows(path: Path) -> list[tuple[int, Row]]:
 
 
 def _parse_row(path: Path, number: int, line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}, line {number}: not JSON ({error}); write one JSON object per line [TM227]"
-        ) from error
+    row = safe_files.parse_json(line, f"{path}, line {number}")
     if not isinstance(row, dict):
         raise ConfigError(
             f'{path}, line {number}: expected an object such as {{"prompt": ...}}, got {line:.40}; correct this '
@@ -72,6 +59,11 @@ def read_csv_rows(path: Path) -> list[tuple[int, Row]]:
     try:
         rows: list[tuple[int, Row]] = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
+        if "field limit" in str(error):
+            raise ConfigError(
+                f"{path}, line {reader.line_num + 1}: a field has more than {csv.field_size_limit()} characters; close "
+                "its quotes, or write longer texts to a .jsonl file [TM1166]"
+            ) from error
         raise ConfigError(
             f"{path}, line {reader.line_num}: not CSV ({error}); check the quotes in this line [TM229]"
         ) from error
@@ -110,7 +102,7 @@ def row_metadata(row: Row, prompt_column: str = "prompt") -> Metadata:
 
 def require_file(path: Path, location: str) -> Path:
     """The path of a file that is named at `location`; refuses one that does not exist."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib raises an error if a name is too long
         raise ConfigError(
             f"{location}: the file {path} does not exist; correct the path, which is relative to the file that "
             "names it [TM234]"
@@ -163,10 +155,7 @@ def sample_rows(rows: Sequence[T], strategy: str, seed: int, location: str) -> l
 def _read_rows(path: Path) -> list[MixtureRow]:
     if path.suffix != ".json":
         return [MixtureRow(path, f"{path}, line {number}", row) for number, row in read_json_rows(path)]
-    try:
-        rows = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error}); write a list of objects: [{{...}}, {{...}}] [TM236]") from error
+    rows = safe_files.parse_json(read_text(path), path)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(
             f"{path}: expected a list of objects, got {type(rows).__name__}; write [{{...}}, {{...}}] with at "
@@ -177,12 +166,7 @@ def _read_rows(path: Path) -> list[MixtureRow]:
 
 def _read_mixture_files(path: Path) -> list[tuple[Path, str]]:
     """The files of a mixture and their sampling strategies."""
-    try:
-        document: Any = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{path}: not YAML ({' '.join(str(error).split())}); write `datasets:` with a list of entries [TM238]"
-        ) from error
+    document = safe_files.parse_yaml(read_text(path), path)
     entries = document.get("datasets") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from ..core.array_files import read_array
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import TokenBatch
@@ -116,7 +117,7 @@ def code_and_label_folders(path: Path) -> tuple[Path, Path]:
 
 def read_npy(path: Path) -> NDArray[np.int64]:
     """The non-negative integers of a file, without unpickling."""
-    values: NDArray[np.int64] = np.load(path, allow_pickle=False)
+    values: NDArray[np.int64] = read_array(path)
     if not np.issubdtype(values.dtype, np.integer) or not values.size or values.min() < 0:
         raise ValueError(f"expected integers of at least 0, got {values.dtype} of shape {list(values.shape)} [TM246]")
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -24,27 +24,37 @@ def write_video(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -
         file.mux(stream.encode(None))
 
 
-def read_video(path: Path) -> NDArray[np.uint8]:
+def read_video(path: Path, check_pixels: Callable[[int, int, int], None], max_pixels: int) -> NDArray[np.uint8]:
     """Read all frames: [F, H, W, 3]; refuses a file if the decoder reports an error.
+
+    `check_pixels` is called with width, height and frames as the file declares them, and with each frame that is
+    decoded; FFmpeg itself refuses frames of more than `max_pixels`.
 
     H.264 has no checksums, so a few broken bytes decode to wrong pixels without an error.
     """
     try:
-        with av.open(path) as file:
+        with av.open(path, options={"max_pixels": str(max_pixels)}) as file:
             if not file.streams.video:
                 raise ValueError("the file does not contain a video stream [TM251]")
-            file.streams.video[0].codec_context.thread_count = 1  # errors are captured per thread
+            codec, declared = file.streams.video[0].codec_context, file.streams.video[0].frames
+            codec.thread_count = 1  # errors are captured per thread
+            codec.options = {"max_pixels": str(max_pixels)}
+            check_pixels(codec.width, codec.height, max(1, declared))
+            frames: list[NDArray[np.uint8]] = []
+            corrupt: list[int] = []
             with capture_ffmpeg_errors() as errors:
-                frames = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
+                for frame in file.decode(video=0):
+                    check_pixels(frame.width, frame.height, len(frames) + 1)
+                    corrupt += [len(frames)] if frame.is_corrupt else []
+                    frames.append(frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False))
     except av.FFmpegError as error:  # some of which are no ValueError
         raise ValueError(f"the video cannot be decoded: {error} [TM826]") from error
     if not frames:
         raise ValueError("the video does not contain frames [TM252]")
-    corrupt = [index for index, (_, is_corrupt) in enumerate(frames) if is_corrupt]
     if corrupt or errors:
         reason = f"frame {corrupt[0]} is damaged" if corrupt else f"the decoder reports: {errors[0]}"
         raise ValueError(f"{reason} [TM827]")
-    return np.stack([frame for frame, _ in frames]).astype(np.uint8)
+    return np.stack(frames)
 
 
 class FFmpegLogCapture:
@@ -84,3 +94,15 @@ def capture_ffmpeg_errors() -> Iterator[list[str]]:
         errors += [message.strip() for _, _, message in log]
     finally:
         FFMPEG_LOG.end()
+
+
+def read_first_frame(path: Path) -> NDArray[np.uint8]:
+    """Read the first frame of a video: [H, W, 3]."""
+    try:
+        with av.open(path) as file:
+            frame = next(iter(file.decode(video=0)), None)
+            if frame is not None:
+                return np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+    except (av.FFmpegError, IndexError) as error:  # no video stream
+        raise ValueError(f"the video cannot be decoded: {error} [TM1366]") from error
+    raise ValueError("the video does not contain frames; write it again [TM1367]")

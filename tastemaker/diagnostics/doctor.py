@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..config.build import build, make_tiny
 from ..config.schema import RunConfig
-from ..core.errors import TrainingError
+from ..core.errors import TrainingError, pluralize
 from ..core.objective import Context
 from ..core.policy import Backbone, Policy
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
-from ..core.reward import RewardError
-from ..core.types import Trajectory
+from ..core.reward import Reward, RewardError, Rubric
+from ..core.types import Metadata, Prompts, Trajectory
 from ..training.loop import train_step
 from ..training.run import AnyObjective, Run
 from . import two_ranks
@@ -208,6 +208,43 @@ def check_reward_spread(run: Run) -> CheckResult:
     )
 
 
+class WriteProbe(Reward):
+    """A reward that notices when another one writes into its pixels: through torch or through numpy."""
+
+    def __init__(self, inner: Reward) -> None:
+        self.inner, self.wrote = inner, False
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        pixels = pixels.clone()
+        before, version = pixels.clone(), pixels._version
+        scores = self.inner.score(pixels, prompts, metadata)
+        self.wrote |= pixels._version != version or not torch.equal(pixels, before)
+        return scores
+
+
+def check_reward_inputs(run: Run) -> CheckResult:
+    """No reward may write into its pixels: other code that calls it would see, show and save what it wrote."""
+    name = "rewards leave their pixels as they are"
+    if not run.rubric.rewards:
+        return skip_check(name, "the configuration has no rewards")
+    first = run.fixed_prompts(2)
+    cond = run.policy.embed(first.prompts, first.metadata).repeat(2)
+    rng = Randomness(run.seed, STEP, torch.arange(len(cond), device=run.engine.device))
+    probes = {key: WriteProbe(weighted.reward) for key, weighted in run.rubric.rewards.items()}
+    with torch.no_grad(), run.engine.autocast():
+        pixels = run.policy.decode(run.policy.sample(cond, rng).final)
+        rewards = {key: replace(run.rubric.rewards[key], reward=probe) for key, probe in probes.items()}
+        Rubric(rewards).score(pixels, cond.prompts, cond.metadata)
+    writing = [key for key, probe in probes.items() if probe.wrote]
+    if not writing:
+        return pass_check(name, pluralize(len(probes), "reward"))
+    advice = (
+        f"{', '.join(writing)} writes into its pixels, also if the values stay the same; use operations without a "
+        "trailing underscore, or work on pixels.clone()"
+    )
+    return fail_check(name, f"{len(writing)} of {len(probes)} write", advice)
+
+
 def check_pixel_range(run: Run, *, trained: bool = True) -> CheckResult:
     """Pixels must be in [0, 1] on both sides of the autoencoder: a wrong scale spoils every reward."""
     name = "pixel range through the autoencoder"
@@ -294,6 +331,7 @@ CHECKS: dict[str, Callable[[Run], CheckResult]] = {
     "weights": check_weights_change_samples,
     "reference": check_kl_gradient,
     "rewards": check_reward_spread,
+    "reward inputs": check_reward_inputs,
     "pixels": check_pixel_range,
     "resume": check_resume,
 }

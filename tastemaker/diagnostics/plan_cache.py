@@ -14,6 +14,7 @@ import torch
 from ..config.dump import config_to_yaml
 from ..config.schema import AutoencoderRunConfig, RunConfig
 from ..core.output_paths import user_cache_directory, write_text_atomically
+from ..core.safe_files import read_json
 from . import plan
 
 PACKAGE_ROOT = Path(__file__).parent.parent
@@ -66,7 +67,7 @@ def _last_change() -> int:
 
 def _read_entries() -> dict[str, Any]:
     try:
-        entries = json.loads((user_cache_directory() / CACHE_FILE).read_text(encoding="utf-8"))
+        entries = read_json(user_cache_directory() / CACHE_FILE)
     except (OSError, RuntimeError, ValueError):
         return {}
     return entries if isinstance(entries, dict) else {}

@@ -15,7 +15,8 @@ from ..config.build import build
 from ..config.dump import config_to_yaml
 from ..config.load import load
 from ..config.schema import RunConfig
-from ..core.registry import IMPORTED_MODULES, import_modules
+from ..core.registry import IMPORTED_MODULES, import_modules, subprocess_path
+from ..core.safe_files import read_json
 from ..training.loop import train_step
 from ..training.run import Run
 
@@ -36,7 +37,7 @@ def run_first_step(config: RunConfig) -> tuple[tuple[float, float] | None, str]:
         problem = _launch(recipe, result)
         if problem:
             return None, problem
-        loss, norm = json.loads(result.read_text())
+        loss, norm = read_json(result)
         return (loss, norm), ""
 
 
@@ -45,7 +46,7 @@ def _launch(recipe: Path, result: Path) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", __name__, str(recipe), str(result), *IMPORTED_MODULES]
+    command = [sys.executable, "-P", "-m", __name__, str(recipe), str(result), *IMPORTED_MODULES]
     ranks = [
         subprocess.Popen(command, env=_rank_environment(rank, port), stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
@@ -64,9 +65,8 @@ def _launch(recipe: Path, result: Path) -> str:
 
 
 def _rank_environment(rank: int, port: int) -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
     group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    return {**os.environ, **group, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return {**os.environ, **group, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": subprocess_path()}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,9 +18,11 @@ from ..config.dump import to_plain
 from ..config.schema import RunConfig
 from ..console import ProgressBar, Table, make_console
 from ..core import output_paths
+from ..core.checkpoint_files import read_manifest
 from ..core.objective import Comm
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json
 from ..core.types import Placement, PromptBatch
 from ..playground.network_files import TINY
 from ..rewards.folder_scorer import parse_reward
@@ -59,7 +60,6 @@ SCORERS: dict[str, Callable[[str, torch.device], BenchmarkScorer]] = {
     "playeval-motion": load_playeval_motion_scorer,
     "wordeval": load_wordeval_scorer,
 }
-CHECKPOINT_STATE = "state.json"  # contains the checksums of a checkpoint's files
 DEFAULT_SIZE, GENEVAL_SIZE = (504, 2), (553, 4)  # prompts, samples per prompt
 ProgressNote = Callable[[StageProgress], str]  # text beside the progress bar of the current stage
 
@@ -222,7 +222,7 @@ def scores_fingerprint(config: RunConfig, checkpoint: Path | None, options: Eval
     inference = config.sample.inference_settings()
     others = (options.geneval, options.detector, *([inference] if inference else []))
     identity = f"{(*settings, *others)!r}".encode()
-    state = (checkpoint / CHECKPOINT_STATE).read_bytes() if checkpoint else b""
+    state = read_manifest(checkpoint).digest.encode() if checkpoint else b""
     return hashlib.sha256(identity + state).hexdigest()[:12]
 
 
@@ -278,7 +278,7 @@ def run_stages(
                 current, first = stage.stage, stage.completed
                 progress.start(stage.stage, stage.total, first, "" if stage.stage == "report" else "samples")
             progress.update(stage.completed, progress_note(stage) if progress_note else "")
-    report: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(out / REPORT)
     console.print(report_table(report))
     console.print(f"the report is {out / REPORT}; samples and scores are in the same folder")
     if benchmark.name == "geneval" and workers.rank == 0:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.objective import Comm, SingleProcess
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
+from ..core.safe_files import parse_json, read_json, read_json_object, read_text
 from ..core.types import Metadata, PromptBatch, Prompts
 from ..data.image_io import read_image, save_image
 from ..search.base import SearchCost
@@ -125,7 +126,7 @@ def _check_directory(benchmark: Benchmark, out: Path, model: str) -> None:
     file, expected = out / MANIFEST, _manifest(benchmark, model)
     if not file.is_file():
         write_text_atomically(file, json.dumps(expected))
-    existing = json.loads(file.read_text(encoding="utf-8"))
+    existing = read_json(file)
     if existing != expected:
         raise ConfigError(
             f"--out: {out} already contains an evaluation of {existing}, not of {expected}; choose another --out "
@@ -142,7 +143,7 @@ def is_finished(benchmark: Benchmark, out: Path, model: str) -> bool:
     file = out / MANIFEST
     if not (file.is_file() and (out / REPORT).is_file()):
         return False
-    return bool(json.loads(file.read_text(encoding="utf-8")) == _manifest(benchmark, model))
+    return bool(read_json(file) == _manifest(benchmark, model))
 
 
 # Stage 1: samples
@@ -183,7 +184,7 @@ def _generate_samples(
     if workers.rank == 0:
         rows = []
         for batch in batches:
-            cost = SearchCost(**json.loads(_batch_file(costs, batch).read_text(encoding="utf-8")))
+            cost = SearchCost(**read_json_object(_batch_file(costs, batch)))
             rows += [_sample_row(benchmark, k, cost.per_sample(len(batch))) for k in batch]
         write_text_atomically(out / SAMPLES, _to_jsonl(rows))
     workers.barrier()
@@ -238,7 +239,7 @@ def _score_samples(
         yield StageProgress("scores", _num_completed(benchmark, pending[number + 1 :]), len(samples))
     workers.barrier()
     if workers.rank == 0:
-        text = "".join(_batch_file(parts, batch).read_text(encoding="utf-8") for batch in batches)
+        text = "".join(read_text(_batch_file(parts, batch)) for batch in batches)
         write_text_atomically(out / SCORES, text)
         shutil.rmtree(parts)
     workers.barrier()
@@ -332,7 +333,7 @@ def _set_metrics(
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [parse_json(line, f"{path}, line {number}") for number, line in enumerate(read_text(path).splitlines(), 1)]
 
 
 def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> str:

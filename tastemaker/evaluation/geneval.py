@@ -26,6 +26,7 @@ from ..config.yaml_io import parse_yaml
 from ..console import BYTES, ProgressBar
 from ..core.registry import ConfigError
 from ..core.reward import RewardSpec
+from ..core.safe_files import parse_json, read_json, read_text
 from ..core.types import Metadata, Placement, Prompts
 from ..models.downloads import DownloadError
 from ..rewards.backbones.frozen_models import TINY
@@ -137,8 +138,9 @@ def _with_article(text: str) -> str:
 def read_metadata(path: Path) -> tuple[Metadata, ...]:
     """Read and validate prompts from a file in the published layout."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
+        rows = [parse_json(line, f"line {number}") for number, line in enumerate(lines, 1)]
+    except ConfigError as error:
         raise ConfigError(
             f"--metadata: {path} cannot be read as one JSON object per line ({error}); check the path and the "
             "file [TM605]"
@@ -181,9 +183,10 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
             "scripts do [TM609]"
         )
     try:  # one JSON mapping, on several lines as in Image-Generation-CoT, or one a line
-        metadata = _check_row(json.loads(metadata_file.read_text(encoding="utf-8")), f"{metadata_file}")
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
-        metadata = read_metadata(metadata_file)[0]
+        row = read_json(metadata_file)
+    except ConfigError:
+        row = read_metadata(metadata_file)[0]
+    metadata = _check_row(row, f"{metadata_file}")
     if metadata != benchmark.metadata[prompt]:
         raise ConfigError(
             f"{metadata_file} has the prompt '{metadata['prompt']:.80}', but prompt {prompt} is "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from ..console import Table, make_console, track
 from ..core import output_paths
+from ..core.array_files import read_arrays
 from ..core.registry import ConfigError
+from ..core.safe_files import parse_json
 from ..data.cifar10 import is_cifar10, load_cifar10
 from ..data.image_io import IMAGE_FORMATS, read_image, to_uint8
 from .feature_extractors import ExtractedFeatures, FeatureExtractor, extract_features
@@ -66,9 +67,8 @@ def load_image_set(path: Path, split: str = "train") -> Tensor:
 def read_npz(path: Path) -> Tensor:
     """Read bytes [N, H, W, 3] from `arr_0` of an `.npz`."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            images = file["arr_0"]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        images = read_arrays(path, ["arr_0"])["arr_0"]
+    except (ConfigError, KeyError) as error:
         raise ConfigError(
             f"{path} does not contain samples ({error}); give an .npz file with the array `arr_0`, uint8 [N, H, "
             "W, 3] [TM623]"
@@ -143,7 +143,7 @@ class ReferenceDescription:
 def load_reference(path: Path) -> ReferenceStatistics:
     try:
         with safe_open(path, "pt") as file:
-            label = ReferenceLabel(**json.loads((file.metadata() or {})["label"]))
+            label = ReferenceLabel(**parse_json((file.metadata() or {})["label"], path))
             return ReferenceStatistics(label, *(file.get_tensor(key) for key in ("mean", "covariance", "features")))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -188,9 +188,8 @@ def make_reference(
 def read_adm_statistics(path: Path) -> tuple[Tensor, Tensor] | None:
     """Read mean and covariance of the whole set, which ADM's references store beside some of its images."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = [torch.from_numpy(file[key]).double() for key in ("mu", "sigma") if key in file]
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        arrays = [torch.from_numpy(x).double() for _, x in sorted(read_arrays(path, ("mu", "sigma")).items())]
+    except (ConfigError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); download the file again [TM628]") from error
     return (arrays[0], arrays[1]) if len(arrays) == 2 else None
 

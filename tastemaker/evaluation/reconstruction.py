@@ -18,6 +18,7 @@ from ..console import ProgressBar, Table
 from ..core import output_paths
 from ..core.autoencoder import as_autoencoder
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json, read_json_rows
 from ..core.types import Placement
 from ..data.image_encoding import SkippedFiles, check_same_manifest, load_any_autoencoder
 from ..data.image_io import IMAGE_FORMATS, ImageError, read_image, save_image
@@ -109,9 +110,7 @@ def check_manifest(options: ReconstructionOptions, net: nn.Module) -> None:
         digest.update(key.encode() + x.detach().float().contiguous().cpu().numpy().tobytes())
     settings = {"images": str(options.images.resolve()), "model": digest.hexdigest(), "size": options.size}
     path = options.out / MANIFEST
-    check_same_manifest(
-        settings, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings, options.out
-    )
+    check_same_manifest(settings, read_json(path) if path.is_file() else settings, options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
@@ -119,12 +118,8 @@ def check_manifest(options: ReconstructionOptions, net: nn.Module) -> None:
 def read_scores(options: ReconstructionOptions) -> dict[str, Row]:
     """Read the rows of finished images by name. Incomplete lines of an interrupted run are dropped."""
     path, rows = options.out / SCORES, {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if (options.out / PAIRS / f"{row['file']}.png").is_file():
+    for row in read_json_rows(path):
+        if (options.out / PAIRS / f"{row.get('file')}.png").is_file():
             rows[row["file"]] = row
     write_scores(options, [*rows.values()])
     return rows

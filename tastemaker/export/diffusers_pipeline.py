@@ -20,6 +20,7 @@ from ..config.yaml_io import render_yaml
 from ..core.model_spec import DiffusersConversion, PipelineLayout
 from ..core.output_paths import replace_directory, replace_file
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json
 from ..core.types import Placement
 from ..models.pretrained import select_needed_files
 from ..models.pretrained_autoencoder import load_autoencoder
@@ -64,7 +65,7 @@ def save_component(net: Any, tensors: Mapping[str, Tensor], folder: Path, max_sh
 def copy_other_components(base: Path, layout: PipelineLayout, folder: Path) -> None:
     """Copy the components of a pipeline that were not trained, and its index."""
     try:
-        index = json.loads((base / INDEX_FILE).read_text(encoding="utf-8"))
+        index = read_json(base / INDEX_FILE)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{base} does not have a readable {INDEX_FILE}, so the other components of the pipeline are unknown; "

@@ -34,7 +34,6 @@ from ..models.loading import CONSOLIDATED_FILE, STATE_TYPE_FILE, STEP_FILE
 from ..training import checkpoint
 from ..training.run import Run, initialize_from_trainer
 from ..training.run_directory import CONFIG_FILE
-from ..training.safetensors_io import ShardedTensorReader
 from .weights import choose_checkpoint_snapshot, choose_weights, load_weights
 
 CODEBOOK_USED_SIZE = 65536  # of the usage counter in published tokenizer files, which their loader expects
@@ -119,7 +118,7 @@ def _export_generator(
     state = checkpoint.read_state(step_dir)
     optimizer = None
     if not isinstance(weights, LoraWeights) and config.optim.state_dtype == "fp32":
-        reader = ShardedTensorReader(checkpoint.group_files(step_dir, state, "optimizer"))
+        reader = checkpoint.open_group(step_dir, "optimizer")
         moments = {key: reader.read(key, 0, shape[0] if shape else 1) for key, shape in reader.shapes.items()}
         optimizer = AdamWCheckpointState(moments, config.optim, parameter_names)
     write_llamagen_checkpoint(out, tensors, optimizer, state.step, options.num_shards)

@@ -323,7 +323,13 @@ def match_layers(tensors: Mapping[str, Tensor], layers: LoraLayerNames, path: Pa
                         f"{path} has an adapter for '{stem}', which this network does not have; use the base "
                         "model that the adapters were trained on [TM682]"
                     )
-                alpha = tensors.get(stem + LORA_ALPHA)
+                up, alpha = tensors.get(stem + up_suffix), tensors.get(stem + LORA_ALPHA)
+                fits = up is not None and min(up.ndim, down.ndim) >= 2 and up.shape[1] == len(down)
+                if not fits or (alpha is not None and alpha.numel() != 1):
+                    raise ConfigError(
+                        f"{path} has no complete adapter for '{stem}': expected {down_suffix} [rank, ...], {up_suffix} "
+                        f"[..., rank] and one number as {LORA_ALPHA}; write or download the file again [TM1173]"
+                    )
                 alpha_value = layers.default_alpha(stem, len(down)) if alpha is None else float(alpha)
                 adapters[layer] = LoraFactors(down, tensors[stem + up_suffix], alpha_value)
     if not adapters:

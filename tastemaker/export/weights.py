@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ..config.build import build, build_autoencoder, build_judge
 from ..config.dump import config_to_dict
 from ..config.load import load_any_config
-from ..config.schema import AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from ..config.schema import AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from ..core.autoencoder import as_autoencoder
+from ..core.checkpoint_files import read_manifest
 from ..core.lora import LoraWeights
 from ..core.model_spec import ModelSpec
 from ..core.output_paths import apply_umask
@@ -41,6 +42,11 @@ CPU_OVERRIDES = [CPU_DEVICE, "engine.compile=false", "engine.strategy=replicated
 def export_weights(run_dir: Path, out: Path, name: str, bits: int, console: Console) -> None:
     """Write a snapshot of a run's weights, by default the EMA, to a safetensors file with 8, 16 or 32 bits."""
     config = load_any_config(run_dir / CONFIG_FILE, CPU_OVERRIDES) if (run_dir / CONFIG_FILE).is_file() else None
+    if isinstance(config, PreferenceRunConfig):
+        raise ConfigError(
+            f"{run_dir}: a preference model is not exported; copy its file preference.safetensors, and name that as "
+            "`path` of the reward preference [TM1306]"
+        )
     if isinstance(config, JudgeRunConfig):
         export_judge(run_dir, out, name, console)
         return
@@ -98,9 +104,7 @@ def choose_snapshot(name: str, snapshots: Iterable[str]) -> str:
 
 def choose_checkpoint_snapshot(name: str, step_dir: Path) -> str:
     """Return the snapshot of a checkpoint to export, without loading any."""
-    return choose_snapshot(
-        name, sorted(path.name.removesuffix(".safetensors") for path in step_dir.glob("snapshots/*"))
-    )
+    return choose_snapshot(name, read_manifest(step_dir).snapshots)
 
 
 def choose_weights(weights: Weights, name: str) -> tuple[Mapping[str, Tensor], str]:

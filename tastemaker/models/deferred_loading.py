@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..core.safe_files import read_json
 from .pretrained import detect_weight_format
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
@@ -60,7 +61,7 @@ def open_folder(path: Path, dtype: torch.dtype, fp32_modules: tuple[str, ...]) -
         return None
     try:
         if (path / INDEX_FILE).is_file():
-            index = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            index = read_json(path / INDEX_FILE)["weight_map"]
             if any(Path(file).name != file for file in index.values()):  # outside the folder, which diffusers refuses
                 return None
             return DeferredSafetensors({name: path / file for name, file in index.items()}, dtype, fp32_modules)
@@ -69,7 +70,7 @@ def open_folder(path: Path, dtype: torch.dtype, fp32_modules: tuple[str, ...]) -
         with safe_open(path / WEIGHTS_FILE, framework="pt") as file:
             names = list(file.keys())
         return DeferredSafetensors(dict.fromkeys(names, path / WEIGHTS_FILE), dtype, fp32_modules)
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
 
 

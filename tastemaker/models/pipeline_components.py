@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..core.model_spec import ModelSpec
 from ..core.policy import Process
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json_object
 from ..core.types import Placement
 from ..data.embedding_store import fingerprint_file
 from ..processes.gaussian import GaussianProcess
@@ -166,12 +167,11 @@ class PipelineComponents:
             return dict(self.configs.get(component, {}))
         name = "scheduler_config.json" if component.startswith("scheduler") else "config.json"
         try:
-            config: dict[str, Any] = json.loads((self.folder(component) / name).read_text(encoding="utf-8"))
+            return read_json_object(self.folder(component) / name)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.path} does not have a readable {component}/{name}; give a folder in diffusers' layout [TM499]"
             ) from error
-        return config
 
     def tensor_shapes(self, component: str, network_class: Any) -> dict[str, torch.Size]:
         """Return the shapes of a diffusers network's state dict, without allocating its weights."""
@@ -328,7 +328,7 @@ def load_tokenizer(path: Path) -> Any:
         return load_t5_tokenizer(path)
     loader: Any = AutoTokenizer
     try:
-        return loader.from_pretrained(path, local_files_only=True)
+        return loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} does not contain a tokenizer; give a folder in diffusers' layout [TM500]") from error
 

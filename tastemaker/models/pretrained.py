@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..core.cards import PUBLISHED_JUDGES, parse_hub_id
 from ..core.cards import WeightsSource as WeightsSource
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json_object
 from .restricted_unpickler import load_pickle
 
 N = TypeVar("N", bound=nn.Module)
@@ -46,6 +48,13 @@ def find_weights(name: str, source: WeightsSource) -> Path:
     """The local file or folder of a path or of a hub name; nothing is downloaded."""
     path = Path(name).expanduser()
     if path.exists():
+        # A source made of the name alone says nothing about what is published.
+        if HUB_ID.fullmatch(name) and name == source.hub and source != WeightsSource(name):
+            warnings.warn(
+                f"'{name}' is a folder here, which is used instead of the published weights of that name; write "
+                f"'./{name}' if you mean the folder, or rename it [TM1190]",
+                stacklevel=2,
+            )
         return path
     source = PUBLISHED_JUDGES.get(name, source)
     cached = _find_in_cache(source.hub if name in PUBLISHED_JUDGES else name, source)
@@ -168,7 +177,13 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
 
 def _load_folder(path: Path) -> dict[str, Tensor]:
     for index in sorted(path.glob("*.index.json"), reverse=True):  # safetensors before pickles
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = read_json_object(index).get("weight_map")
+        names = sorted(map(str, files.values())) if isinstance(files, dict) else []
+        if not names or any(Path(name).name != name or not os.path.isfile(path / name) for name in names):
+            raise ConfigError(
+                f"{index} does not list files of its own folder under weight_map; download the folder again [TM1161]"
+            )
+        shards = sorted(set(names))
         return {key: x for shard in shards for key, x in load_state_dict(path / shard).items()}
     for name in SINGLE_FILE_NAMES:
         if (path / name).is_file():

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor, nn
 
 from ..core.autoencoder import AUTOENCODERS, AutoencoderNet, AutoencoderSpec, as_autoencoder
 from ..core.registry import ConfigError
+from ..core.safe_files import read_yaml_mapping
 from ..core.types import Placement
 from . import image_tokenizer, loading, weight_files
 from .nets.vae import PixelShuffleAutoencoder
@@ -65,13 +65,7 @@ def _load_from_yaml(name: str, placement: Placement) -> nn.Module | None:
     """An autoencoder of the settings in a YAML file, which name their weights."""
     if not name.endswith((".yaml", ".yml")):
         return None
-    try:
-        data = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"'{name:.200}' cannot be read ({error!s:.200}); save the file as YAML in UTF-8 [TM513]"
-        ) from error
-    settings = data.get("autoencoder") if isinstance(data, dict) else None
+    settings = read_yaml_mapping(Path(name).expanduser()).get("autoencoder")
     if not isinstance(settings, dict) or not settings.get("type") or not settings.get("weights"):
         raise ConfigError(
             f"'{name:.200}' does not have a section `autoencoder` with `type` and `weights`; write for example "

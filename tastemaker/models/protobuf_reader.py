@@ -33,6 +33,8 @@ def read_varint(data: memoryview, position: int) -> tuple[int, int]:
         position, shift = position + 1, shift + 7
         if byte < 128:
             return value, position
+        if shift > 63:
+            raise ValueError("an integer has more than 64 bits [TM1172]")
 
 
 def chunks(fields: Fields, number: int) -> Iterator[memoryview]:

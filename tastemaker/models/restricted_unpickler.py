@@ -15,6 +15,17 @@ from torch import Tensor
 
 from ..core.registry import ConfigError
 
+LOADING_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    AttributeError,
+    TypeError,
+    LookupError,
+    MemoryError,
+)
+LOADING_ERRORS += (ArithmeticError, ImportError, zipfile.BadZipFile)
 SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor"
 
 
@@ -90,13 +101,13 @@ def load_pickle(path: Path) -> Any:
 
 def load_trainer_pickle(path: Path) -> Any:
     """The content of a trainer's checkpoint, which may hold settings and shards; tensors stay memory-mapped."""
-    return _load(path, TRAINER_GLOBALS, mmap=zipfile.is_zipfile(path))
+    return _load(path, TRAINER_GLOBALS, mmap=True)
 
 
 def _load(path: Path, safe_globals: list[Any], *, mmap: bool) -> Any:
     try:
         with torch.serialization.safe_globals(safe_globals):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         lines = str(error).splitlines()
         reason = next((line for line in lines if "GLOBAL" in line), lines[0]).strip()
@@ -104,7 +115,7 @@ def _load(path: Path, safe_globals: list[Any], *, mmap: bool) -> Any:
             f"{path} was not loaded, because it contains more than tensors and settings, which could run code "
             f"({reason:.200}); convert the file to safetensors if you trust it [TM519]"
         ) from error
-    except (OSError, EOFError, RuntimeError, ValueError, AttributeError, TypeError, KeyError) as error:
+    except LOADING_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{path} is not a readable checkpoint ({reason:.200}); download the file again [TM520]"

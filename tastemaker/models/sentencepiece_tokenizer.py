@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
 
 from ..core.registry import ConfigError
+from ..core.safe_files import read_bytes, read_json_object
 from .protobuf_reader import chunks, messages, read_fields, text
 
 SPIECE_FILE, TOKENIZER_FILE = "spiece.model", "tokenizer.json"
@@ -26,15 +26,7 @@ def load_t5_tokenizer(folder: Path) -> Any:
     from transformers import T5Tokenizer
 
     path = folder / SPIECE_FILE
-    try:
-        model = read_fields(memoryview(path.read_bytes()))
-        pieces = [(text(piece, 1), struct.unpack("<f", next(chunks(piece, 2)))[0]) for piece in messages(model, 1)]
-        model_type = next((trainer.get(3, [UNIGRAM])[-1] for trainer in messages(model, 2)), UNIGRAM)
-        charsmap = next((bytes(x) for normalizer in messages(model, 3) for x in chunks(normalizer, 2)), b"")
-    except (OSError, IndexError, KeyError, StopIteration, ValueError, struct.error) as error:
-        raise ConfigError(
-            f"{path} is not a readable sentencepiece file ({error!r:.100}); fetch it again [TM887]"
-        ) from error
+    pieces, model_type, charsmap = read_sentencepiece(path)
     if [piece for piece, _ in pieces[:3]] != T5_SPECIAL_PIECES or model_type != UNIGRAM:
         raise ConfigError(
             f"{path} is no tokenizer of T5; put the {TOKENIZER_FILE} of the same model beside it, or run "
@@ -47,11 +39,25 @@ def load_t5_tokenizer(folder: Path) -> Any:
     return tokenizer_class(vocab=[*pieces, *sentinels], _spm_precompiled_charsmap=charsmap or None, extra_ids=extra_ids)
 
 
+def read_sentencepiece(path: Path) -> tuple[list[tuple[str, float]], int | memoryview, bytes]:
+    """The pieces of a sentencepiece file with their scores, the type of its model, and its map of characters."""
+    try:
+        model = read_fields(memoryview(read_bytes(path)))
+        pieces = [(text(piece, 1), struct.unpack("<f", next(chunks(piece, 2)))[0]) for piece in messages(model, 1)]
+        model_type = next((trainer.get(3, [UNIGRAM])[-1] for trainer in messages(model, 2)), UNIGRAM)
+        charsmap = next((bytes(x) for normalizer in messages(model, 3) for x in chunks(normalizer, 2)), b"")
+    except (OSError, IndexError, KeyError, StopIteration, ValueError, struct.error) as error:
+        raise ConfigError(
+            f"{path} is not a readable sentencepiece file ({error!r:.100}); fetch it again [TM887]"
+        ) from error
+    return pieces, model_type, charsmap
+
+
 def _extra_ids(folder: Path) -> int:
     """The number of sentinels in tokenizer_config.json, or T5's."""
     path = folder / "tokenizer_config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        settings = read_json_object(path) if path.is_file() else {}
         return int(settings.get("extra_ids", DEFAULT_EXTRA_IDS))
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); fetch it again [TM889]") from error

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.checkpoint_files import explain_damage, latest_checkpoint, read_manifest, verify_files
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.output_paths import replace_file
 from ..core.registry import ConfigError
+from ..core.safe_files import parse_json, read_yaml_mapping
 
 PACKAGE_ROOT = Path(__file__).parent.parent
 PLAYGROUND = "playground"
-STEP_FOLDER = re.compile(r"step-(\d+)")
 Tensors = dict[str, Tensor]
 SCALE_SUFFIX = ".scale"  # of the int8 scales, after the name of their tensor
 INT8_MAX = 127
@@ -39,12 +39,12 @@ def read_weights(name: str | Path) -> tuple[Tensors, dict[str, Any]]:
     if not path.is_file():
         path = shipped_weights_path(str(name))
     tensors, metadata = _read_file(path)
-    try:
-        return tensors, json.loads(metadata.get("config", "{}"))
-    except ValueError as error:
+    config = parse_json(metadata.get("config", "{}"), f"{path}, the configuration in its metadata")
+    if not isinstance(config, dict):
         raise ConfigError(
-            f"{path}: the configuration in this file is not JSON ({error}); write the file again [TM545]"
-        ) from error
+            f"{path}: the configuration in this file is a {type(config).__name__}; write the file again [TM545]"
+        )
+    return tensors, config
 
 
 def is_shipped(name: str) -> bool:
@@ -93,26 +93,22 @@ def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 def _read_run(directory: Path) -> tuple[Tensors, dict[str, Any]]:
     """The newest checkpoint of a run, and the configuration of the run."""
-    steps = [
-        (int(match[1]), path)
-        for path in directory.glob("checkpoints/step-*")
-        if (match := STEP_FOLDER.fullmatch(path.name))
-    ]
-    if not steps:
+    newest = latest_checkpoint(directory)
+    if newest is None:
         raise ConfigError(f"{directory} has no checkpoint yet; train this run first, or use other weights [TM548]")
-    newest = max(steps)[1]
-    ema, live, buffers = (
-        newest / f"{group}.safetensors" for group in ("snapshots/ema", "weights", "snapshots/buffers")
-    )
-    file = ema if ema.is_file() else live
-    if not file.is_file():
-        raise ConfigError(
-            f"{newest} is a sharded checkpoint; export the run to one file first, with `tastemaker export` [TM549]"
-        )
-    tensors, _ = _read_file(file)
-    if buffers.is_file():
-        tensors |= _read_file(buffers)[0]
-    return tensors, yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+    try:
+        manifest = read_manifest(newest)
+        ema, live, buffers = (f"{group}.safetensors" for group in ("snapshots/ema", "weights", "snapshots/buffers"))
+        if live not in manifest.files:
+            raise ConfigError(
+                f"{newest} is a sharded checkpoint; export the run to one file first, with `tastemaker export` [TM549]"
+            )
+        files = [ema if ema in manifest.files else live, *([buffers] if buffers in manifest.files else [])]
+        verify_files(newest, manifest, files)
+    except DamagedCheckpointError as error:
+        raise CheckpointError(explain_damage(error, newest)) from error
+    tensors = {key: x for file in files for key, x in _read_file(newest / file)[0].items()}
+    return tensors, read_yaml_mapping(directory / "config.yaml")
 
 
 def quantize_int8(tensors: Mapping[str, Tensor]) -> Tensors:

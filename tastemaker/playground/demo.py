@@ -18,6 +18,7 @@ from ..config.schema import RunConfig
 from ..console import print_next_steps
 from ..core import output_paths
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json, read_json_object
 from ..evaluation.benchmark_run import EvaluationOptions, evaluate_model, is_evaluated, load_benchmark
 from ..evaluation.evaluate import REPORT, StageProgress
 from ..report.page import write_report
@@ -25,7 +26,7 @@ from ..search.generation import resolve_source
 from ..training import checkpoint, run_directory
 from ..training.events import CheckpointSaved, Event, GuardChecked, SamplesGenerated, StepCompleted, TrainingStarted
 from ..training.loop import is_due
-from ..training.trainer import run_training
+from ..training.trainer import own_directory, run_training
 
 # Ratios of costs, used until the cost itself is measured. They depend on the recipe, hardly on the machine.
 TRAINING = 2.0  # one training sample, with its gradient, in evaluation images
@@ -247,7 +248,7 @@ class Demo:
 
     def _summarize(self) -> None:
         reports = [self.out / "evaluations" / name / REPORT for name in ("before", "after")]
-        scores: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8"))["scores"] for path in reports]
+        scores: list[dict[str, Any]] = [read_json(path)["scores"] for path in reports]
         before, after = (float(each["strict"]["overall"]["mean"]) for each in scores)
         minutes, seconds = divmod(round(sum(read_times(self.out).values())), 60)
         spent = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
@@ -293,13 +294,13 @@ def run_demo(out: Path, overrides: Sequence[str], *, prompts: int, console: Cons
             f"--out: {out} already contains a demo with other settings ({changes}); choose another --out, or "
             f"remove {out} [TM757]"
         )
-    return Demo(recipe, config, out, EvaluationOptions(load_benchmark("playeval", prompts, None)), console).run()
+    with own_directory(config.engine, out):
+        return Demo(recipe, config, out, EvaluationOptions(load_benchmark("playeval", prompts, None)), console).run()
 
 
 def read_times(out: Path) -> dict[str, float]:
     """Seconds spent in each stage so far."""
     try:
-        times: dict[str, float] = json.loads((out / TIMES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return {stage: float(seconds) for stage, seconds in read_json_object(out / TIMES).items()}
+    except (ValueError, TypeError):
         return {}
-    return times

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ..core.text_layout import truncate_text
 from ..data.image_io import encode_png, make_grid, save_image, to_uint8
 from .sample_sets import SampleSet, stack_pixels
 from .share_image import BAD, GOOD
 
-TITLE_SIZE, TITLE_LINE = 14, 20  # pixels: of the font and of a line
+TITLE_SIZE, TITLE_LINE, MAX_TITLE_WIDTH = 14, 20, 1200  # pixels: of the font, of a line, and of the text
 PAIR_SIZE = 320  # pixels of the longer side of a pair of samples
 JPEG_QUALITY = 72
 MAX_PNG_BYTES = 32_768  # larger still figures are displayed as JPEG, so that notebooks stay small
@@ -152,10 +153,11 @@ def format_means(means: Mapping[str, float], difference: Mapping[str, float] | N
 
 
 def draw_title(frames: Tensor, lines: Sequence[str]) -> Tensor:
-    """Add lines of text above frames [F, 3, H, W], which get wider if the text needs it."""
+    """Add lines of text above frames [F, 3, H, W], which get wider, up to a limit, if the text needs it."""
     if not lines:
         return frames
     font = ImageFont.load_default(TITLE_SIZE)
+    lines = [truncate_text(line, max(frames.shape[-1] - 8, MAX_TITLE_WIDTH), font.getlength) for line in lines]
     width = max(frames.shape[-1], *(math.ceil(font.getlength(line)) + 8 for line in lines))
     image = Image.new("RGB", (width, TITLE_LINE * len(lines) + 4), "white")
     for row, line in enumerate(lines):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
+from ..core.errors import CheckpointError, ConfigError
+from ..core.safe_files import MAX_YAML_BYTES, parse_yaml_mapping, read_json_object, read_json_rows, read_text
 
-from ..core.registry import ConfigError
-from ..training import checkpoint
-from ..training.drift_statistics import GuardHistory, GuardMeasurement
-from ..training.safetensors_io import CheckpointError
+if TYPE_CHECKING:
+    from ..training.drift_statistics import GuardMeasurement
 
 Row = Mapping[str, Any]
 Curve = list[tuple[int, float]]  # steps and values
@@ -102,10 +101,9 @@ def read_run(directory: Path) -> RunRecord:
             f"report: {directory} is not a run directory, because metrics.jsonl is missing; give the directory of "
             "a run, for example runs/demo [TM779]"
         )
-    lines = _read_text(directory / "metrics.jsonl").splitlines()
-    rows = tuple(row for line in lines if (row := _parse_row(line)))
-    config_text = _read_text(directory / "config.yaml")
-    grids = [grid for path in sorted(directory.glob("samples/step-*.json")) if (grid := _read_sample_grid(path))]
+    rows = tuple(row for row in read_json_rows(directory / "metrics.jsonl") if isinstance(row.get("step"), int))
+    config_text = _read_config(directory / "config.yaml")
+    grids = [grid for path in sorted(directory.glob("samples/step-*.json")) if (grid := read_sample_grid(path))]
     last_step = max((int(row["step"]) for row in rows), default=0)
     return RunRecord(
         name=directory.resolve().name,
@@ -113,8 +111,8 @@ def read_run(directory: Path) -> RunRecord:
         rows=rows,
         # Samples of later steps are left over from an earlier run in the same directory.
         sample_grids=tuple(grid for grid in grids if grid.step <= last_step),
-        evaluations=_read_evaluations(directory),
-        config=_parse_yaml(config_text),
+        evaluations=read_evaluations(directory),
+        config=parse_config(config_text),
         config_text=config_text,
         environment=_read_json(directory / "environment.json"),
         guard_measurements=tuple(each for each in _read_guard_measurements(directory) if each.step <= last_step),
@@ -122,7 +120,7 @@ def read_run(directory: Path) -> RunRecord:
     )
 
 
-def _read_evaluations(directory: Path) -> dict[str, Row]:
+def read_evaluations(directory: Path) -> dict[str, Row]:
     """Read the reports of a run's evaluations, the oldest first."""
     paths = [path for folder in EVALUATION_FOLDERS for path in directory.glob(f"{folder}/*/report.json")]
     paths.sort(key=lambda path: (path.stat().st_mtime, path))
@@ -134,9 +132,8 @@ def read_evaluated_samples(record: RunRecord, evaluation: str) -> dict[tuple[int
     """Read the samples of an evaluation by prompt number and seed, in the benchmark's order."""
     samples = {}
     for folder in (record.directory / parent / evaluation for parent in EVALUATION_FOLDERS):
-        for line in _read_text(folder / "scores.jsonl").splitlines():
+        for row in read_json_rows(folder / "scores.jsonl"):
             try:
-                row = json.loads(line)
                 verdict = next((row[name] for name in VERDICTS if row.get(name) in (0, 1)), None)
                 reasons = "; ".join(map(str, row.get("reasons") or ()))
                 if "read" in row:
@@ -144,40 +141,38 @@ def read_evaluated_samples(record: RunRecord, evaluation: str) -> dict[tuple[int
                 is_right = None if verdict is None else bool(verdict)
                 sample = EvaluatedSample(str(row["prompt"]), folder / row["file"], is_right, reasons)
                 samples[int(row["index"]), int(row["seed"])] = sample
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 continue
     return samples
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def _read_config(path: Path) -> str:
+    try:
+        return read_text(path, MAX_YAML_BYTES, errors="replace")
+    except ConfigError:
+        return ""
 
 
 def _read_json(path: Path) -> Row:
     try:
-        data = json.loads(_read_text(path))
-    except ValueError:
+        return read_json_object(path)
+    except ConfigError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
-def _parse_row(line: str) -> Row | None:
+def parse_config(text: str) -> Row:
+    """Parse the text of a config.yaml; an empty mapping if it is damaged."""
     try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _parse_yaml(text: str) -> Row:
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml_mapping(text, "config.yaml")
+    except ConfigError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _read_guard_measurements(directory: Path) -> list[GuardMeasurement]:
+    # Imported here because it needs torch, which a reader of curves and scores does not.
+    from ..training import checkpoint
+    from ..training.drift_statistics import GuardHistory
+
     latest, history = checkpoint.latest_checkpoint(directory), GuardHistory()
     try:
         history.load_state_dict(checkpoint.read_state(latest).extra.get("guard", ()) if latest else ())
@@ -186,7 +181,8 @@ def _read_guard_measurements(directory: Path) -> list[GuardMeasurement]:
     return history.measurements
 
 
-def _read_sample_grid(path: Path) -> SampleGrid | None:
+def read_sample_grid(path: Path) -> SampleGrid | None:
+    """Read the description of a grid of samples; None if it is damaged or its image is missing."""
     data = _read_json(path)
     try:
         image = path.with_name(data["file"])
@@ -194,9 +190,9 @@ def _read_sample_grid(path: Path) -> SampleGrid | None:
         scores = {str(name): float(score) for name, score in data["scores"].items() if _is_number(score)}
         width, height = data["size"]
         grid = SampleGrid(int(data["step"]), image, prompts, scores, int(data["frames"]), (width, height), boxes)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    return grid if image.is_file() else None
+    return grid if os.path.isfile(image) else None  # pathlib raises an error if the name is too long
 
 
 def _is_number(value: object) -> bool:

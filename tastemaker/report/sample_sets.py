@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..core.errors import ConfigError
 from ..core.policy import Policy
 from ..core.randomness import Randomness
 from ..core.reward import Rubric
+from ..core.safe_files import read_json_rows
 from ..core.types import Metadata, PromptBatch
 from ..data.image_io import FRAMES_SUFFIX, IMAGE_FORMATS, VIDEO_SUFFIXES, pil_to_pixels, read_image, resize_lanczos
 from ..training.run import SAMPLE_STEP, Run
@@ -146,11 +146,10 @@ def read_metadata(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Return what metadata.jsonl or scores.jsonl of a folder says about each file; empty if there is neither."""
     rows: dict[str, Mapping[str, Any]] = {}
     for path in (folder / METADATA_FILE, folder / SCORES_FILE):
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        for row in read_json_rows(path):
             try:
-                row = json.loads(line)
                 rows[Path(row["file"]).name] = row
-            except (ValueError, KeyError, TypeError):  # a line that an interruption left incomplete
+            except (KeyError, TypeError):
                 continue
     return rows
 

@@ -17,12 +17,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..core.text_layout import truncate_text
 from ..data.image_io import ImageError, read_image, to_uint8
 from .headline import find_evaluation_pair
 from .metric_names import name_benchmark
 from .run_record import EvaluatedSample, RunRecord, SampleGrid, read_evaluated_samples
 
 NUM_PAIRS = 12  # prompts shown before and after training
+MAX_LABEL_CHARACTERS, MAX_ALTERNATIVE_CHARACTERS = 2000, 200  # of a prompt on the page, and beside each image
 FILMSTRIP_PROMPTS, FILMSTRIP_STEPS = 6, 10
 THUMBNAIL = 160  # pixels
 MAX_SIDE = 512  # pixels of the longer side of an embedded image
@@ -222,7 +224,7 @@ def render_filmstrip(record: RunRecord) -> str:
     rows = []
     for i, prompt in enumerate(record.sample_grids[-1].prompts[:FILMSTRIP_PROMPTS]):
         cells = "".join(
-            f"<td>{_image(column[i], f'{prompt}, step {grid.step}') if i < len(column) else ''}</td>"
+            f"<td>{_image(column[i], f'{_alternative(prompt)}, step {grid.step}') if i < len(column) else ''}</td>"
             for grid, column in readable
         )
         rows.append(f'<tr><th scope="row">{_prompt_label(prompt)}</th>{cells}</tr>')
@@ -243,7 +245,7 @@ def _evenly_spaced(grids: Sequence[SampleGrid]) -> list[SampleGrid]:
 def _figure(sample: Sample, when: str, step: int, prompt: str) -> str:
     mark = "" if sample.is_right is None else "right" if sample.is_right else "wrong"
     reasons = f" ({sample.reasons})" if sample.reasons and mark == "wrong" else ""
-    alt = f"{when} training, step {step}: {prompt or 'the empty prompt'}"
+    alt = f"{when} training, step {step}: {_alternative(prompt) or 'the empty prompt'}"
     image = _image(
         encode_image(sample.image, MAX_SIDE * sample.num_frames), f"{alt}; {mark}{reasons}" if mark else alt, when
     )
@@ -260,10 +262,16 @@ def _image(image: EmbeddedImage, alt: str, css_class: str = "") -> str:
     return f'<img class="{classes}" src="{image.source}" alt="{escape(alt, quote=True)}" {size} loading="lazy">'
 
 
+def _alternative(prompt: str) -> str:
+    """Return a prompt as part of the text that stands for an image, of which a page has many."""
+    return truncate_text(prompt, MAX_ALTERNATIVE_CHARACTERS)
+
+
 def _prompt_label(prompt: str) -> str:
     if not prompt:
         return "<i>the empty prompt</i>"
-    return f'<span class="prompt" title="{escape(prompt, quote=True)}">{escape(prompt)}</span>'
+    label = escape(truncate_text(prompt, MAX_LABEL_CHARACTERS), quote=True)
+    return f'<span class="prompt" title="{label}">{label}</span>'
 
 
 def _embedded_videos(first: SampleGrid, last: SampleGrid) -> str:

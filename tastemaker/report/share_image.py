@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from ..core.output_paths import replace_file
+from ..core.text_layout import truncate_text
 from .samples import Sample, SamplePair
 
 WIDTH, HEIGHT = 1200, 630
@@ -89,10 +90,9 @@ def _resize(image: Image.Image, cell: tuple[int, int]) -> Image.Image:
 
 def _fit(text: str, size: int, width: int, color: str) -> tuple[str, str, Any]:
     """Return the text, its color and a font in which it fits the width; very long texts are cut."""
+    text = truncate_text(text, width)  # a character is wider than a pixel, so no more than that can fit
     for smaller in range(size, size // 2, -2):
         font = ImageFont.load_default(smaller)
         if font.getlength(text) <= width:
             return text, color, font
-    while text and font.getlength(f"{text}...") > width:
-        text = text[:-1]
-    return f"{text}...", color, font
+    return truncate_text(text, width, font.getlength), color, font

@@ -57,6 +57,10 @@ class CachedScorer(Reward):
     cache: ScoreCache
     identity: str
 
+    @property
+    def needs_copy(self) -> bool:
+        return self.inner.needs_copy
+
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         if torch.is_grad_enabled() and pixels.requires_grad:
             return self.spec.score_with(self.inner, pixels, prompts, metadata)

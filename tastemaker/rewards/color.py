@@ -45,6 +45,6 @@ class ColorReward(WeightlessReward):
         named = [word for word in re.findall(r"\w+", prompt.lower()) if word in self.colors]
         if not named:
             raise ValueError(
-                f"the prompt '{prompt}' does not contain a color; add one of {', '.join(self.colors)} [TM382]"
+                f"the prompt '{prompt:.80}' does not contain a color; add one of {', '.join(self.colors)} [TM382]"
             )
         return self.colors[named[-1]]

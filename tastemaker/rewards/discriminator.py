@@ -12,13 +12,14 @@ from pydantic import Field
 from torch import Tensor
 
 from ..autoencoders.patchgan import PatchGANDiscriminator, load_discriminator
+from ..core.checkpoint_files import explain_damage, is_checkpoint, latest_checkpoint, read_manifest, verify_files
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 from .backbones.frozen_models import TINY
 
 FILE = "discriminator.safetensors"
-# Within a checkpoint, whole or sharded
-PATTERNS = (FILE, f"snapshots/{FILE}", "snapshots/discriminator/00000-of-*.safetensors")
+GROUP = "snapshots/discriminator"  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,13 @@ class DiscriminatorScorer(Reward):
 
 def discriminator_file(path: Path) -> Path:
     """The discriminator of a run's last checkpoint, of a checkpoint, or of a file. The first shard holds all of it."""
-    steps = [step for step in path.glob("checkpoints/step-*") if step.name.removeprefix("step-").isdigit()]
-    checkpoint = max(steps, key=lambda step: int(step.name.removeprefix("step-")), default=path)
-    files = [file for pattern in PATTERNS for file in sorted(checkpoint.glob(pattern))]
-    return files[0] if files else path
+    checkpoint = latest_checkpoint(path) or path
+    if not is_checkpoint(checkpoint):
+        return path / FILE if (path / FILE).is_file() else path
+    try:
+        manifest = read_manifest(checkpoint)
+        names = manifest.group_files(GROUP)[:1]
+        verify_files(checkpoint, manifest, names)
+    except DamagedCheckpointError as error:
+        raise CheckpointError(explain_damage(error, checkpoint)) from error
+    return checkpoint / names[0] if names else path

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from ..core.errors import pluralize
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
 from ..core.reward import RewardError, RewardSpec, Rubric
+from ..core.safe_files import parse_yaml
 from ..core.types import Metadata, Placement
 from ..data.image_io import FRAMES_SUFFIX, IMAGE_FORMATS, VIDEO_SUFFIXES, ImageError, read_image
 from ..data.text_files import get_text, read_csv_rows, read_json_rows
@@ -85,8 +85,8 @@ def score_row(image: ImageRecord) -> ScoreRow:
 def parse_reward(text: str, option: str) -> tuple[str, RewardSpec]:
     """A reward by its name, or as a YAML mapping: jpeg, or {type: jpeg, quality: 80}."""
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        data = parse_yaml(text, option)
+    except ConfigError as error:
         raise ConfigError(
             f"{option}: expected a name or a mapping, got {text!r:.80}; give for example jpeg or '{{type: jpeg}}' "
             "[TM387]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.registry import ConfigError, import_user_module
 from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 
@@ -44,6 +43,10 @@ class FunctionScorer(Reward):
     def __init__(self, function: ScoringFunction, modality: Modality) -> None:
         self.function, self.modality = function, modality
 
+    @property
+    def needs_copy(self) -> bool:
+        return True  # the function is the user's
+
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         images = pixels if self.modality == "video" else pixels[:, 0]
         keys = dict.fromkeys(key for entry in metadata for key in entry)
@@ -68,7 +71,7 @@ def find_function(name: str) -> ScoringFunction:
         return _registered[name]
     module, _, attribute = name.partition(":")
     try:
-        function = vars(importlib.import_module(module)).get(attribute)
+        function = vars(import_user_module(module)).get(attribute)
     except Exception as error:  # importing the module of a user may raise anything
         raise ConfigError(
             f"reward function '{name:.60}' cannot be imported ({type(error).__name__}: {error!s:.300}); give "

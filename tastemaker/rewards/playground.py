@@ -8,9 +8,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.reward import BatchSize, Modality, PretrainedReward, Reward, RewardCard, RewardSpec, Verdict, Verifier
+from ..core.reward import (
+    BatchSize,
+    ImageTextTower,
+    Modality,
+    PretrainedReward,
+    Reward,
+    RewardCard,
+    RewardSpec,
+    TowerFeatures,
+    Verdict,
+    Verifier,
+)
 from ..core.types import Metadata, Placement, Prompts
 from ..playground.captions import parse_captions
 from ..playground.detector import SceneDetector, decode_detections
@@ -37,6 +49,10 @@ class PlaygroundReward(PretrainedReward):
     def load(self, placement: Placement) -> PlaygroundScorer:
         return PlaygroundScorer(self, load_network(self.network, self.weights, placement.device))
 
+    def tower(self, net: Any) -> ImageTextTower | None:
+        """The loaded network as a tower, if it embeds images and captions."""
+        return None
+
     @abstractmethod
     def score_with(self, net: Any, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         """Scores [B], computed with the loaded network."""
@@ -49,6 +65,9 @@ class PlaygroundScorer(Reward):
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.spec.score_with(self.net, pixels, prompts, metadata)
+
+    def tower(self) -> ImageTextTower | None:
+        return self.spec.tower(self.net)
 
 
 @dataclass(frozen=True)
@@ -112,6 +131,23 @@ class PlaygroundMatchReward(PlaygroundReward):
         captions = parse_captions(texts).to(pixels.device)
         out: Tensor = net(first_frame(pixels), captions, torch.tensor(quality, device=pixels.device))
         return out
+
+    def tower(self, net: ImageTextScorer) -> ImageTextTower:
+        return PlaygroundTower(net)
+
+
+@dataclass(frozen=True)
+class PlaygroundTower(ImageTextTower):
+    """The image-text scorer of the playground, for captions of its language."""
+
+    net: ImageTextScorer
+
+    def encode(self, pixels: Tensor, prompts: Prompts) -> TowerFeatures:
+        frames = first_frame(pixels)
+        fine, coarse = self.net.stem(frames)
+        text = self.net.encode_captions(parse_captions(prompts).to(pixels.device))
+        maps = (F.silu(fine).float(), F.silu(self.net.norm(coarse)).float())
+        return TowerFeatures(self.net.encode_images(frames), text, maps)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from ..serving.protocol import ScoreRequest, encode_request
 from .color import BrightnessReward
 
 TINY = "http://tiny"  # computed in this process
+MAX_SCORE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class RemoteReward(RewardSpec):
     modality: Modality = "image"  # of the served reward
     served_reward: str = ""  # its name, such as hps; a server of another reward is refused
     encoding: Literal["npz", "png"] = "npz"  # exact pixels, or a quarter of the bytes and rounded to 256 levels
-    timeout: PositiveFloat = 600.0  # seconds for an answer
-    max_retries: NonNegativeInt = 5  # after connection errors, and no others
-    retry_delay: NonNegativeFloat = 0.5  # seconds before the first retry, doubled each time
+    timeout: PositiveFloat = 600.0  # seconds for a whole answer
+    max_retries: NonNegativeInt = 8  # after connection errors, cut-off answers and status 408, 429, 500, 502, 503, 504
+    retry_delay: NonNegativeFloat = 0.5  # seconds before the first retry, doubled each time up to 30, with jitter
+    retry_budget: NonNegativeFloat = 300.0  # seconds from the first failure of a request to its last retry
     batch_size: BatchSize = 16
     card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="those of the served reward")
     runs_on: ClassVar[Literal["remote"]] = "remote"
@@ -54,7 +55,7 @@ class RemoteReward(RewardSpec):
                 f"'token_env': the environment variable {self.token_env} is empty; set it to the token of the "
                 "server [TM403]"
             )
-        client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay)
+        client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay, self.retry_budget)
         info = client.request("/version")
         if info.get("modality") != self.modality:
             raise ConfigError(
@@ -67,7 +68,8 @@ class RemoteReward(RewardSpec):
                 f"'{self.served_reward:.60}'; start a server of that reward, or name its URL"
                 " [TM892]"
             )
-        return RemoteScorer(self, client, str(info.get("version", "")), int(info.get("limit", 2**63)))
+        limit = info.get("limit")
+        return RemoteScorer(self, client, f"{info.get('version', ''):.200}", limit if type(limit) is int else 2**63)
 
     def tiny(self) -> Self:
         return replace(self, url=TINY)
@@ -95,8 +97,8 @@ class RemoteScorer(Reward):
                 f"{self.spec.url} returned {scores!s:.80}; expected {expected}, so check the reward on the server "
                 "[TM406]"
             )
-        return torch.tensor(scores, device=pixels.device)
+        return torch.tensor(scores, dtype=torch.float32, device=pixels.device)
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) <= MAX_SCORE  # false for NaN

@@ -81,14 +81,15 @@ def _target(pixels: Tensor, prompt: str, metadata: Metadata) -> Tensor:
         target = _read(Path(target))
     if not isinstance(target, Tensor):
         raise ValueError(
-            f"the prompt '{prompt}' does not have 'target' in its metadata; add a path or pixels [F, 3, H, W] [TM407]"
+            f"the prompt '{prompt:.80}' does not have 'target' in its metadata; add a path or pixels "
+            "[F, 3, H, W] [TM407]"
         )
     frame = metadata.get("frame", 0) if len(target) > 1 else 0  # an image is the target of every frame
     if target.shape[1:] != pixels.shape[2:] or frame >= len(target):
         expected = f"[F, 3, H, W] with {list(pixels.shape[2:])} and frame {frame}"
         raise ValueError(
-            f"the target of '{prompt}' has the shape {list(target.shape)}; expected {expected}, so resize the target "
-            "[TM408]"
+            f"the target of '{prompt:.80}' has the shape {list(target.shape)}; expected {expected}, so resize the "
+            "target [TM408]"
         )
     image: Tensor = target[frame]
     return image

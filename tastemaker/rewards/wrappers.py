@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from ..core.randomness import Purpose, Randomness
-from ..core.reward import Modality, Reward, RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
+from ..core.reward import (
+    Modality,
+    Reward,
+    RewardCard,
+    RewardSpec,
+    Rubric,
+    WeightedReward,
+    is_shipped,
+    load_shared_reward,
+)
 from ..core.types import Metadata, Placement, Prompts
 
 WHOLE_BATCH = 2**20  # samples: a batch size that no batch exceeds
@@ -60,6 +69,10 @@ class RewardWrapper(RewardSpec):
 class WrappedScorer(Reward):
     spec: RewardWrapper
     inner: Reward
+
+    @property
+    def needs_copy(self) -> bool:
+        return self.inner.needs_copy or not is_shipped(self.spec)
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.spec.score_with(self.inner, pixels, prompts, metadata)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +28,8 @@ from ..core.objective import Comm
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.reward import Verifier
+from ..core.safe_files import MAX_ROWS_BYTES, check_text, read_bytes, read_json_rows
+from ..core.text_layout import slugify
 from ..core.types import PromptBatch
 from ..core.weights import FullFinetuning
 from ..data.image_io import check_video_format, make_contact_sheet, read_image, save_image, video_suffix
@@ -165,21 +166,13 @@ class SampleDirectory:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, without lines that an interruption left incomplete; empty if it does not exist."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    return list(read_json_rows(path))
 
 
 def truncate_partial_line(path: Path) -> None:
     """Remove a last line that was cut off, so that the next record starts on a line of its own."""
-    if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+    if path.is_file() and (data := read_bytes(path, MAX_ROWS_BYTES)) and not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
 def resolve_source(
@@ -304,6 +297,8 @@ def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
 def choose_prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> PromptBatch:
     """The prompts given, those of a file, or the first eight of the recipe's data; one if all of those are empty."""
     if texts:
+        for text in texts:
+            check_text(text, "--prompt")
         return PromptBatch(tuple(texts), tuple({} for _ in texts))
     if file:
         data = open_prompt_file(file).load(config.seed)
@@ -456,7 +451,3 @@ def run_search(
         for i, prompt, score in zip(indices, batch.prompts, scores, strict=True)
     ]
     return pixels, records, result.cost
-
-
-def slugify(prompt: str) -> str:
-    return re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:40] or "empty"

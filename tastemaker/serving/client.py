@@ -1,96 +1,245 @@
-"""Client of a reward server. Connection errors are retried; all other errors are raised."""
+"""Client of a reward server: retries within a budget, answers bounded in time and size, waits that a signal ends."""
 
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import random
+import socket
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from ..core.interruption import POLL_SECONDS, Interrupted, StopRequest, current_stop
 from ..core.reward import RewardError
 
-MAX_RETRY_DELAY = 30.0  # seconds
+MAX_RETRY_DELAY = 30.0  # seconds, unless the server asks for more
 CONNECT_TIMEOUT = 10.0  # seconds
+MAX_RESPONSE_BYTES = 16 << 20  # headers and body: a score takes about 25 bytes
+RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
+_jitter = random.SystemRandom()  # the operating system's: no random stream of a run depends on a server
+
+T = TypeVar("T")
 
 
 class RewardServiceError(RewardError):
     """A reward server that does not respond, or whose response cannot be used."""
 
 
-class ServerUnreachableError(Exception):
-    """A server that could not be connected to."""
+class TemporaryError(Exception):
+    """A request that failed and may succeed later: no connection, a cut-off answer, or a server that is overloaded."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds that the server asks to wait
 
 
 @dataclass(frozen=True)
 class RewardClient:
-    """Sends requests to one server, each over a new connection, without proxies or redirects."""
+    """Sends requests to one server, each over a new connection, without proxies or redirects.
+
+    It keeps no state between requests, so that several threads can use it.
+    """
 
     url: str
     token: str = ""
-    timeout: float = 600.0  # seconds for a response
-    retries: int = 5  # after connection errors
+    timeout: float = 600.0  # seconds for a whole response
+    max_retries: int = 8  # after temporary errors
     retry_delay: float = 0.5  # seconds before the first retry, doubled for each further one
+    retry_budget: float = 300.0  # seconds from the first temporary error to the last retry
 
     def request(self, path: str, content_type: str = "", body: bytes = b"") -> dict[str, Any]:
-        """Return the JSON response of a path: POST if there is a body, otherwise GET."""
-        attempts = 0
+        """Return the JSON response of a path: POST if there is a body, otherwise GET.
+
+        Raises Interrupted if the process was asked to stop and the server does not answer.
+        """
+        stop, attempts, last_retry = current_stop(), 0, None
         while True:
             try:
-                return self._request_once(path, content_type, body)
-            except (ConnectionError, http.client.IncompleteRead, ServerUnreachableError) as error:
-                attempts += 1
-                if attempts > self.retries:
+                return self._request_once(path, content_type, body, stop)
+            except TemporaryError as error:
+                attempts, now = attempts + 1, time.monotonic()
+                last_retry = now + self.retry_budget if last_retry is None else last_retry
+                if attempts > self.max_retries or now >= last_retry:
                     raise RewardServiceError(
-                        f"no reward server responds at {self.url} after {attempts} attempts ({error}); start the "
-                        "server with `tastemaker serve-reward`, or correct 'url' [TM727]"
+                        f"no answer from the reward server at {self.url} after {attempts} attempts ({error}); start "
+                        "the server with `tastemaker serve-reward`, correct 'url', or raise 'max_retries' and "
+                        "'retry_budget' [TM727]"
                     ) from error
-            time.sleep(min(MAX_RETRY_DELAY, self.retry_delay * 2 ** (attempts - 1)))
+                stop.wait(min(self._choose_delay(attempts, error.retry_after), last_retry - now))
 
-    def _request_once(self, path: str, content_type: str, body: bytes) -> dict[str, Any]:
-        connection = self._connect()
+    def _choose_delay(self, attempts: int, retry_after: float) -> float:
+        """Seconds before the next attempt, different for each client so that not all of them return at once."""
+        delay = min(MAX_RETRY_DELAY, self.retry_delay * 2.0 ** min(attempts - 1, 30))
+        if retry_after > delay:
+            return retry_after + _jitter.uniform(0, delay)
+        return _jitter.uniform(delay / 2, delay)
+
+    def _request_once(self, path: str, content_type: str, body: bytes, stop: StopRequest) -> dict[str, Any]:
         headers = {"Content-Type": content_type} if content_type else {}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        connection, bounded = self._connect(stop)
         try:
             connection.request("POST" if body else "GET", urlsplit(self.url).path.rstrip("/") + path, body, headers)
-            response = connection.getresponse()
-            return self._parse_response(response.status, response.read())
+            return self._read_response(connection.getresponse())
+        except ssl.SSLError as error:
+            raise self._certificate_error(error) from error
         except TimeoutError as error:
             raise RewardServiceError(
-                f"{self.url} did not respond within {self.timeout:g} seconds; raise 'timeout', or lower "
+                f"{self.url} did not answer completely within {self.timeout:g} seconds; raise 'timeout', or lower "
                 "'batch_size' [TM728]"
             ) from error
-        finally:
-            connection.close()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = connection_class(parts.hostname or "", parts.port, timeout=min(CONNECT_TIMEOUT, self.timeout))
-        try:
-            connection.connect()
-            connection.sock.settimeout(self.timeout)
-        except ssl.SSLError as error:
+        except (OSError, http.client.IncompleteRead, http.client.RemoteDisconnected) as error:
+            raise TemporaryError(f"{type(error).__name__}: {error}") from error
+        except http.client.HTTPException as error:
             raise RewardServiceError(
-                f"the certificate of {self.url} is not trusted ({error}); check the certificate [TM729]"
+                f"{self.url} does not speak HTTP ({type(error).__name__}: {error!s:.200}); check that 'url' is the "
+                "address of a reward server [TM1050]"
             ) from error
-        except OSError as error:
-            raise ServerUnreachableError(str(error)) from error
-        return connection
+        finally:
+            bounded.end()
 
-    def _parse_response(self, status: int, body: bytes) -> dict[str, Any]:
+    def _connect(self, stop: StopRequest) -> tuple[http.client.HTTPConnection, BoundedSocket]:
+        parts = urlsplit(self.url)
+        host, secure = parts.hostname or "", parts.scheme == "https"
+        connection_class = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = connection_class(host, parts.port)
+        deadline = time.monotonic() + self.timeout
+        try:
+            plain = socket.create_connection(
+                (connection.host, connection.port), timeout=min(CONNECT_TIMEOUT, self.timeout)
+            )
+        except OSError as error:
+            raise TemporaryError(str(error)) from error
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bounded: Any = BoundedSocket(plain, deadline, stop, self.url)
+        connection.sock = bounded
+        if secure:
+            try:
+                bounded.encrypt(host)
+            except BaseException as error:
+                bounded.end()
+                if isinstance(error, ssl.SSLError):
+                    raise self._certificate_error(error) from error
+                if isinstance(error, OSError):  # a deadline too
+                    raise TemporaryError(f"{type(error).__name__}: {error}") from error
+                raise
+        return connection, bounded
+
+    def _certificate_error(self, error: ssl.SSLError) -> RewardServiceError:
+        return RewardServiceError(
+            f"the certificate of {self.url} is not trusted ({error}); check the certificate [TM729]"
+        )
+
+    def _read_response(self, response: http.client.HTTPResponse) -> dict[str, Any]:
+        status, retry_after = response.status, parse_retry_after(response.getheader("Retry-After", ""))
+        # Bounded, because a declared length would be allocated before the first byte of it arrives.
+        body = response.read(MAX_RESPONSE_BYTES)
+        if response.length:  # the declared bytes that did not arrive
+            if len(body) == MAX_RESPONSE_BYTES:
+                raise too_large(self.url)
+            raise TemporaryError(f"the answer was cut off after {len(body)} bytes")
+        return self._parse_response(status, body, retry_after)
+
+    def _parse_response(self, status: int, body: bytes, retry_after: float) -> dict[str, Any]:
         try:
             response = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             response = None
         if status == 200 and isinstance(response, dict):
             return response
-        error = response.get("error") if isinstance(response, dict) else body[:200].decode("utf-8", "replace")
+        text = response.get("error") if isinstance(response, dict) else body[:200].decode("utf-8", "replace")
+        if status in RETRIED_STATUSES:
+            raise TemporaryError(f"status {status}: {text!s:.500}", retry_after)
         if status == 200:
             raise RewardServiceError(
-                f"the response of {self.url} is not a JSON object ({error}); check that 'url' is the address of a "
-                "reward server [TM730]"
+                f"the response of {self.url} is not a JSON object ({text!s:.200}); check that 'url' is the address of "
+                "a reward server [TM730]"
             )
-        raise RewardServiceError(f"{self.url} refused ({status}): {error} [TM731]")
+        raise RewardServiceError(f"{self.url} refused ({status}): {text!s:.2000} [TM731]")
+
+
+class BoundedReader(io.RawIOBase):
+    """What a bounded socket receives, as a file."""
+
+    def __init__(self, receive: Callable[[Any], int]) -> None:
+        self._receive = receive
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._receive(buffer)
+
+
+class BoundedSocket:
+    """A socket that a deadline, a number of received bytes and a stop request of this process end."""
+
+    def __init__(self, plain: socket.socket, deadline: float, stop: StopRequest, url: str) -> None:
+        self._socket, self._deadline, self._stop, self._url = plain, deadline, stop, url
+        self._start, self._received = time.monotonic(), 0
+        plain.settimeout(POLL_SECONDS)
+
+    def encrypt(self, host: str) -> None:
+        """Continue with TLS."""
+        context = ssl.create_default_context()
+        secure = context.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
+        self._socket = secure
+        self._repeat(secure.do_handshake)
+
+    def receive(self, buffer: Any) -> int:
+        count = self._repeat(lambda: self._socket.recv_into(buffer))
+        self._received += count
+        if self._received > MAX_RESPONSE_BYTES:
+            raise too_large(self._url)
+        return count
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            part = left  # of this turn: the closure is called within it
+            left = left[self._repeat(lambda: self._socket.send(part)) :]  # noqa: B023
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(BoundedReader(self.receive))
+
+    def close(self) -> None:
+        """Do nothing: http.client closes the socket of a response that it has not read yet."""
+
+    def end(self) -> None:
+        self._socket.close()
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        """Call until it does not time out, which leaves a socket as it was. Every call is short."""
+        while True:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("the deadline has passed")
+            if self._stop.is_expired(self._start):
+                raise Interrupted
+            try:
+                return call()
+            except TimeoutError:
+                continue
+
+
+def too_large(url: str) -> RewardServiceError:
+    return RewardServiceError(
+        f"the response of {url} has more than {MAX_RESPONSE_BYTES} bytes; check that 'url' is the address of a reward "
+        "server [TM1051]"
+    )
+
+
+def parse_retry_after(text: str | None) -> float:
+    """Seconds of a Retry-After header, which holds a number or a date; 0 if it holds neither."""
+    text = (text or "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError, OSError):
+        return 0.0

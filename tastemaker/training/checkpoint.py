@@ -1,4 +1,4 @@
-"""Checkpoints: directories that appear complete or not at all, consolidated or sharded, for any number of ranks.
+"""Checkpoints: sealed directories that appear complete or not at all, consolidated or sharded, for any number of ranks.
 
 Shards are plain safetensors files rather than torch.distributed.checkpoint, whose metadata is a pickle that its reader
 trusts. FSDP2 shards every tensor along dimension 0, so the concatenated shards of a tensor are the tensor, and a
@@ -7,54 +7,87 @@ consolidated file is the case of one shard: one reader serves both formats, ever
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..config.schema import CheckpointConfig
-from ..core.errors import explain_error
+from ..core import checkpoint_files
+from ..core.checkpoint_files import (
+    ASIDE_SUFFIX,
+    FORMAT,
+    MAX_STATE_BYTES,
+    STATE_FILE,
+    FileChecksum,
+    Manifest,
+    SealedModel,
+    checkpoint_step,
+    explain_damage,
+    latest_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    validate_contents,
+    verify_files,
+    write_manifest,
+    write_synced,
+)
+from ..core.errors import CheckpointError, DamagedCheckpointError, explain_error
 from ..core.weights import Weights
 from ..models.weight_files import SCALE_SUFFIX, read_weights
 from . import distributed
 from .engine import Engine
 from .safetensors_io import (
-    CheckpointError,
-    DamagedCheckpointError,
-    FileChecksum,
     InMemoryTensors,
     ShardedTensorReader,
     TensorHeader,
     TensorSource,
-    compute_checksum,
     load_pickled,
     open_writer,
 )
 
 __all__ = ["CheckpointError", "initialize_weights", "latest_checkpoint", "load", "save"]
 
-FORMAT = 1
 BEST = "best"  # a link to the checkpoint with the highest held-out score
-CHECKPOINT_NAME = re.compile(r"step-(\d+)(\.old)?")  # .old: renamed while the same step is saved again
 TensorGroups = dict[str, dict[str, Tensor]]
+Step = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class CheckpointState:
+class LossScale(SealedModel):
+    """The state of fp16's loss scale."""
+
+    scale: float
+    good: int
+    skipped: int
+
+
+class CheckpointState(SealedModel):
     """The contents of state.json."""
 
-    step: int
-    files: dict[str, FileChecksum]
-    scaler: dict[str, float] | None
+    format: Literal[2]
+    step: Step
+    form: Literal["consolidated", "sharded"]
+    strategy: str
+    world: Annotated[int, Field(ge=1)]
+    versions: dict[str, str]
+    scaler: LossScale | None
     extra: dict[str, Any]
+
+
+class ExtraState(BaseModel):
+    """What a run adds to state.json. Kinds of runs extend it by the keys that they need; others are allowed."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    step: Step | None = None
 
 
 def save(
@@ -87,10 +120,10 @@ def save(
         "world": engine.comm.world_size,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         "scaler": engine.scaler.state_dict() if engine.scaler else None,
-        "files": {name: asdict(checksum) for name, checksum in sorted(all_checksums.items())},
         "extra": dict(extra),
     }
-    error = _publish_and_prune(partial, target, state, config.keep_last, best=best) if engine.comm.rank == 0 else None
+    if engine.comm.rank == 0:
+        error = _publish_and_prune(partial, target, state, all_checksums, config.keep_last, best=best)
     _raise_on_all_ranks(engine, error, partial)
     return target
 
@@ -112,10 +145,16 @@ def _create_directories(partial: Path, groups: TensorGroups) -> OSError | None:
 
 
 def _publish_and_prune(
-    partial: Path, target: Path, state: Mapping[str, Any], keep_last: int, *, best: bool
+    partial: Path,
+    target: Path,
+    state: Mapping[str, Any],
+    files: Mapping[str, FileChecksum],
+    keep_last: int,
+    *,
+    best: bool,
 ) -> OSError | None:
     try:
-        publish_checkpoint(partial, target, state)
+        publish_checkpoint(partial, target, state, files)
         if best:
             link_best(target)
         prune_checkpoints(target, keep_last)
@@ -186,31 +225,31 @@ def _write_file(
             pass
 
 
-def load(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
-    """Restore weights, snapshots, optimizer and loss scale in place, and return `extra`. Every rank must call this."""
-    extra: dict[str, Any] = {}
+def load(path: Path, engine: Engine, weights: Weights, extra_schema: type[ExtraState] = ExtraState) -> dict[str, Any]:
+    """Restore weights, snapshots, optimizer and loss scale in place, and return `extra`. Every rank must call this.
+
+    Nothing is restored on any rank before all files are verified, and their contents checked, on all ranks.
+    """
+    groups = _tensor_groups(engine, weights)
     problem: str | None = None
     try:
-        extra = _restore(path, engine, weights)
+        manifest = read_manifest(path)
+        verify_files(path, manifest, rank=engine.comm.rank, world_size=engine.comm.world_size)
+        state = read_state(path, manifest, extra_schema)
+        sources = {group: ShardedTensorReader(group_files(path, manifest, group)) for group in groups}
+        for group, tensors in groups.items():
+            _check_tensors(tensors, sources[group], f"{path}/{group}")
     except DamagedCheckpointError as error:
-        problem = f"{error}; {suggest_fallback(path)} [TM841]"
+        problem = explain_damage(error, path)
     except CheckpointError as error:
         problem = str(error)
     problems = engine.comm.gather_objects([problem] if problem else [])
     if problems:
         raise CheckpointError(problems[0])
-    return extra
-
-
-def _restore(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
-    state = read_state(path)
-    verify_files(path, state, engine.comm.rank, engine.comm.world_size)
-    groups = _tensor_groups(engine, weights)
-    sources = {group: ShardedTensorReader(group_files(path, state, group)) for group in groups}
     for group, tensors in groups.items():
-        _copy_tensors(tensors, sources[group], f"{path}/{group}")
+        _copy_tensors(tensors, sources[group])
     if engine.scaler and state.scaler:
-        engine.scaler.load_state_dict(state.scaler)
+        engine.scaler.load_state_dict(state.scaler.model_dump())
     return state.extra
 
 
@@ -221,7 +260,8 @@ def initialize_weights(source: Path | Mapping[str, Tensor], weights: Weights, gr
     """
     tensors = _open_source(source, group) if isinstance(source, Path) else InMemoryTensors(dict(source))
     origin = str(source) if isinstance(source, Path) else "the exported folder"
-    _copy_tensors(dict(weights.trainable()), tensors, origin, set(weights.net.state_dict()))
+    _check_tensors(weights.trainable(), tensors, origin, set(weights.net.state_dict()))
+    _copy_tensors(weights.trainable(), tensors)
     for name in weights.snapshot_tensors():
         weights.update_snapshot(name)
 
@@ -232,10 +272,7 @@ def _open_source(path: Path, group: str) -> TensorSource:
             f"{path} does not exist; give a checkpoint directory, or a .safetensors or .pt file [TM254]"
         )
     if path.is_dir():
-        directory = latest_checkpoint(path) or path
-        state = read_state(directory)
-        verify_files(directory, state, 0, 1)
-        return ShardedTensorReader(group_files(directory, state, group))
+        return open_group(latest_checkpoint(path) or path, group)
     if path.suffix == ".safetensors":
         reader = ShardedTensorReader([path])
         is_quantized = any(key.endswith(SCALE_SUFFIX) for key in reader.shapes)  # `tastemaker export --bits 8`
@@ -247,11 +284,21 @@ def _open_source(path: Path, group: str) -> TensorSource:
     )
 
 
-@torch.no_grad()
-def _copy_tensors(
+def open_group(path: Path, group: str) -> ShardedTensorReader:
+    """Open a group of tensors of a checkpoint, such as "weights" or "snapshots/ema", after verifying its files."""
+    try:
+        manifest = read_manifest(path)
+        files = group_files(path, manifest, group)
+        verify_files(path, manifest, manifest.group_files(group))
+        return ShardedTensorReader(files)
+    except DamagedCheckpointError as error:
+        raise CheckpointError(explain_damage(error, path)) from error
+
+
+def _check_tensors(
     tensors: Mapping[str, Tensor], source: TensorSource, origin: str, ignored: set[str] | None = None
 ) -> None:
-    """Copy tensors of the same names and shapes in place. The source may hold more only if they are `ignored`."""
+    """Refuse a source with other names or shapes. It may hold more tensors only if they are `ignored`."""
     have, want = source.shapes, {key: tuple(x.shape) for key, x in tensors.items()}
     unknown = [key for key in have if key not in want and key not in (ignored or ())]
     missing = [key for key in want if key not in have]
@@ -266,6 +313,11 @@ def _copy_tensors(
                 f"{origin} does not match this run: '{key}' has shape {list(have[key])}, expected {list(shape)}; "
                 "use the model and tuning of the checkpoint [TM257]"
             )
+
+
+@torch.no_grad()
+def _copy_tensors(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
+    """Copy this rank's rows of every tensor in place."""
     for key, x in tensors.items():
         shard = distributed.local_shard(x)
         if shard.numel():
@@ -287,18 +339,6 @@ def partial_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.partial")
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
-    matches = [(match, path) for path in folder.glob("step-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(matches, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
-
-
-def latest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest complete checkpoint in the directory of a run."""
-    checkpoints = list_checkpoints(directory / "checkpoints")
-    return checkpoints[-1] if checkpoints else None
-
-
 def remove_partial(folder: Path) -> None:
     """Remove what interrupted saves left behind."""
     for path in folder.glob("step-*.partial"):
@@ -313,12 +353,12 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def publish_checkpoint(partial: Path, target: Path, state: Mapping[str, Any]) -> None:
-    """Write state.json, sync everything to disk, and rename the directory to its final name."""
-    with (partial / "state.json").open("w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+def publish_checkpoint(
+    partial: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, FileChecksum]
+) -> None:
+    """Write state.json, seal all files, sync everything to disk, and rename the directory to its final name."""
+    checksum = write_synced(partial / STATE_FILE, json.dumps(state, indent=1).encode())
+    write_manifest(partial, int(state["step"]), {**files, STATE_FILE: checksum})
     for folder, _, _ in os.walk(partial):
         _sync(Path(folder))
     old = target.with_name(f"{target.name}.old")
@@ -346,6 +386,45 @@ def link_best(target: Path) -> None:
     new.replace(link)
 
 
+def find_checkpoint(directory: Path, step: int) -> Path:
+    """Return the checkpoint of a step in the directory of a run."""
+    checkpoints = {checkpoint_step(path): path for path in list_checkpoints(directory / "checkpoints")}
+    if step not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none"
+        raise CheckpointError(
+            f"--from-step: {directory} has no checkpoint of step {step}; choose one of its checkpoints ({steps}) "
+            "[TM1118]"
+        )
+    return checkpoints[step]
+
+
+def set_aside_newer(directory: Path, step: int, best_step: int | None = None) -> list[Path]:
+    """Rename checkpoints after `step` and move samples after it, so that no command reads them; return the former.
+
+    The newest is renamed first: interrupted, the run still has a newest checkpoint to continue from. The link `best`
+    then points to the checkpoint of `best_step`, if that is left.
+    """
+    folder, renamed = directory / "checkpoints", []
+    for path in reversed(list_checkpoints(folder)):
+        if (checkpoint_step(path) or 0) > step:
+            renamed.append(path.rename(_unused_name(path.with_name(path.name + ASIDE_SUFFIX))))
+    if (link := folder / BEST).is_symlink() and not link.exists():
+        link.unlink()
+        if best_step is not None and checkpoint_path(directory, best_step).exists():
+            link_best(checkpoint_path(directory, best_step))
+    for path in directory.glob("samples/step-*"):
+        number = path.stem.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
+            (path.parent / "aside").mkdir(exist_ok=True)
+            path.replace(path.parent / "aside" / path.name)
+    return renamed
+
+
+def _unused_name(path: Path) -> Path:
+    candidates = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return path if not path.exists() else next(each for each in candidates if not each.exists())
+
+
 def prune_checkpoints(target: Path, keep_last: int) -> None:
     """Delete all but the newest `keep_last` checkpoints, `target` and the best one; 0 keeps all."""
     best = target.with_name(BEST).resolve().name
@@ -356,61 +435,29 @@ def prune_checkpoints(target: Path, keep_last: int) -> None:
         remove_directory(partial_path(path))
 
 
-def read_state(path: Path) -> CheckpointState:
-    """Read the state.json of a checkpoint."""
-    file = path / "state.json"
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a checkpoint directory; give a directory such as checkpoints/step-000100 of a run [TM258]"
-        )
-    try:
-        state = json.loads(file.read_text())
-        if state["format"] != FORMAT:
-            raise CheckpointError(
-                f"{file} has format {state['format']}, but this version reads format {FORMAT}; use the version of "
-                "tastemaker that wrote it [TM259]"
-            )
-        checksums = {name: FileChecksum(int(x["bytes"]), int(x["crc"])) for name, x in state["files"].items()}
-        return CheckpointState(int(state["step"]), checksums, state["scaler"], dict(state["extra"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+def read_state(
+    path: Path, manifest: Manifest | None = None, extra_schema: type[ExtraState] = ExtraState
+) -> CheckpointState:
+    """Read the state.json of a checkpoint, sealed and checked; `manifest` is that of the checkpoint if it is known."""
+    file, manifest = path / STATE_FILE, manifest or read_manifest(path)
+    if STATE_FILE not in manifest.files:
+        raise DamagedCheckpointError(f"{path / checkpoint_files.MANIFEST_FILE} does not list {STATE_FILE} [TM1116]")
+    verify_files(path, manifest, [STATE_FILE])
+    state = validate_contents(CheckpointState, checkpoint_files.read_json(file, MAX_STATE_BYTES), file)
+    extra = validate_contents(extra_schema, state.extra, file)
+    if {state.step, state.step if extra.step is None else extra.step} != {manifest.step}:
         raise DamagedCheckpointError(
-            f"{file} is missing or damaged ({type(error).__name__}: {error}) [TM260]"
-        ) from error
+            f"{file} holds step {state.step} and {extra.step}, but the manifest says step {manifest.step} [TM1117]"
+        )
+    return state
 
 
-def verify_files(path: Path, state: CheckpointState, rank: int, world_size: int) -> None:
-    """Refuse a checkpoint with a missing, truncated or changed file; each rank reads a share of the files."""
-    for number, (name, expected) in enumerate(state.files.items()):
-        file = path / name
-        if not file.is_file():
-            raise DamagedCheckpointError(f"{file} is missing [TM261]")
-        if (size := file.stat().st_size) != expected.bytes:
-            raise DamagedCheckpointError(
-                f"{file} has {size} bytes instead of {expected.bytes}, so it is truncated or damaged [TM262]"
-            )
-        if number % world_size == rank and compute_checksum(file) != expected:
-            raise DamagedCheckpointError(
-                f"{file} has another checksum than when it was saved, so it is damaged [TM263]"
-            )
-
-
-def group_files(path: Path, state: CheckpointState, group: str) -> list[Path]:
+def group_files(path: Path, manifest: Manifest, group: str) -> list[Path]:
     """Return the files of a group of tensors, in the order of its shards."""
-    consolidated, folder = f"{group}.safetensors", f"{group}/"
-    files = [path / name for name in sorted(state.files) if name == consolidated or name.startswith(folder)]
+    files = [path / name for name in manifest.group_files(group)]
     if not files:
         raise CheckpointError(
             f"{path} does not contain '{group}', which this run needs; resume with the configuration of the "
             "checkpoint, or start from its weights only (--init-from) [TM264]"
         )
     return files
-
-
-def suggest_fallback(path: Path) -> str:
-    """Suggest what to resume from instead of a damaged checkpoint."""
-    older = [
-        each for each in list_checkpoints(path.parent) if CHECKPOINT_NAME.fullmatch(path.name) and each.name < path.name
-    ]
-    if older:
-        return f"resume from the older checkpoint {older[-1]} (--resume), or delete {path.name}"
-    return f"no older checkpoint is in this folder, so restore {path.name} from a copy, or delete it and start over"

@@ -24,6 +24,7 @@ from ..config.schema import EngineConfig
 from ..core.errors import TrainingError
 from ..core.objective import Comm
 from ..core.output_paths import user_cache_directory, write_text_atomically
+from ..core.safe_files import read_json
 from .precision import select_device
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -229,7 +230,7 @@ def _cache_file() -> Path:
 
 def _read_cache() -> dict[str, float]:
     try:
-        cached = json.loads(_cache_file().read_text(encoding="utf-8"))
+        cached = read_json(_cache_file())
         return {str(key): float(value) for key, value in cached.items() if float(value) > 0}
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
         return {}  # no file, a damaged one, or no home directory: measure again

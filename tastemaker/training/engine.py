@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Engine:
             _copy_snapshots(weights)
         self.net, self.parameters = weights.net, weights.trainable()
         self._check_all_sharded()
-        self.optimizer = optimizer.build_optimizer(self.parameters, self.optim, dtype, self.seed)
+        self.optimizer = optimizer.build_optimizer(self.parameters, self.optim, dtype, self.seed, self.device)
 
     def _capture_cuda_graphs(self, net: nn.Module, weights: Weights) -> None:
         """Capture calls without gradient in CUDA graphs, with norms in the compute dtype and channels_last weights."""
@@ -231,6 +232,8 @@ class Engine:
         # Blocks are gathered in the dtype they compute in; embeddings and the like in the root stay as under autocast.
         gathered_dtype = None if root or compute == torch.float32 else compute
         policy = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+        # PyTorch warns of networks that return views, because in-place changes of those break FSDP; we make none.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         offload = OffloadPolicy()
         if self.config.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")

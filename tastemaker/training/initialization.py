@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..config.build import InitialWeights, build_judge_model
-from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
+from ..core.checkpoint_files import is_checkpoint
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..core.types import Placement
@@ -23,7 +24,7 @@ WEIGHTS_FILE = WEIGHTS_PATTERN.format(suffix="")  # of a component that is not s
 def find_initial_weights(config: AnyConfig, source: Path) -> InitialWeights:
     """Return what `--init-from` names: the path itself, the LoRA file of an exported folder, or a folder's tensors."""
     path = resolve_lora_path(source) if isinstance(config, RunConfig) else source
-    if not path.is_dir() or (path / "checkpoints").is_dir() or (path / "state.json").is_file():
+    if not path.is_dir() or (path / "checkpoints").is_dir() or is_checkpoint(path):
         return path
     adapters, wants_adapters = find_lora_file(path), is_lora_tuning(config)
     if adapters is not None and wants_adapters:
@@ -45,7 +46,7 @@ def find_initial_weights(config: AnyConfig, source: Path) -> InitialWeights:
 
 
 def is_lora_tuning(config: AnyConfig) -> bool:
-    return not isinstance(config, AutoencoderRunConfig) and isinstance(config.tuning, Lora)
+    return not isinstance(config, AutoencoderRunConfig | PreferenceRunConfig) and isinstance(config.tuning, Lora)
 
 
 def find_lora_file(folder: Path) -> Path | None:
@@ -84,6 +85,10 @@ def load_network(config: AnyConfig, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of the configuration's network, loaded from a folder instead of its own weights."""
     if isinstance(config, JudgeRunConfig):
         return dict(build_judge_model(replace(config.judge, weights=str(folder)), Placement()).state_dict())
+    if isinstance(config, PreferenceRunConfig):
+        raise ConfigError(
+            "--init-from: a preference reward loads no exported folders; name a run or a checkpoint [TM1348]"
+        )
     spec: Any = config.model if isinstance(config, RunConfig) else config.autoencoder
     if "weights" not in {each.name for each in fields(spec)}:
         raise ConfigError(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.objective import Context
+from ..core.interruption import Interrupted, StopRequest, handle_signals
+from ..core.objective import Context, NoState
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import select_rows
@@ -30,8 +29,9 @@ from .samples import generate_samples
 def train(run: Run) -> Iterator[Event]:
     """Train until the last step and yield an event for everything that happens.
 
-    SIGTERM or Ctrl-C saves a checkpoint and stops early. If an exception is raised between two steps, for example
-    because a reward server does not answer, the last completed step is saved before the exception is raised again.
+    SIGTERM, Ctrl-C, SIGHUP and SIGQUIT save a checkpoint and stop early: after the current step, or after the one
+    before if a reward of the current one hangs. If an exception is raised between two steps, for example because a
+    reward server does not answer, the last completed step is saved before the exception is raised again.
     """
     metrics = AsyncMetrics(run.engine.asynchronous)
     done = saved = run.start_step
@@ -43,6 +43,7 @@ def train(run: Run) -> Iterator[Event]:
         if guard_enabled(run) and not run.guard_history.measurements:
             yield run_guard(run, run.start_step)
         with stop_on_signal() as stop_requested:
+            allow_abandoning(run, stop_requested)
             for step in range(run.start_step, run.steps):
                 launched = train_step(run, step)
                 done, stop_reason = step + 1, ""
@@ -66,6 +67,10 @@ def train(run: Run) -> Iterator[Event]:
                 if stop_reason and not last:
                     yield TrainingFinished(done, stop_reason)
                     return
+    except Interrupted as error:
+        yield from metrics.flush()
+        yield from save_after_interruption(run, error, done, saved)
+        return
     except Exception as error:
         yield from metrics.flush()  # raises if the step before failed, which is then the cause
         yield from save_after_failure(run, error, done, saved)
@@ -82,7 +87,8 @@ def train_step(run: Run, step: int) -> StepMetrics:
         batch = run.data.batch(step, run.batch.prompts, ranks.rank, ranks.world_size)
         experience = objective.collect(ctx, batch)
         means.add(objective.metrics(experience), len(experience))
-    run.step_complete = False
+    # A state, such as that of a tracker, may already contain this batch; weights change in `update`.
+    run.step_complete = isinstance(ctx.state, NoState)
     updates: list[LaunchedUpdate] = []
     rng = run.context(step, len(experience)).rng  # a stream for each sample, of which a prompt may have several
     with timer.measure("update"), fork_rng(engine.device, hash((run.seed, step, ranks.rank))):
@@ -131,6 +137,7 @@ def update(
                     loss = objective.loss(ctx, micro_batch, part)
                 engine.backward(loss.rows.sum() / total, last=last)
             means.add_loss(loss, len(parts))
+    run.step_complete = False
     return engine.launch_step(ctx.rng.step)
 
 
@@ -167,8 +174,28 @@ def save_after_failure(run: SavableRun, error: Exception, done: int, saved: int)
         raise ConfigError(f"{error}; {hint} [TM279]") from error
 
 
+def allow_abandoning(run: Run, stop: StopRequest) -> None:
+    """Let calls that hang be given up after a stop request; on several ranks only where all of them do so together."""
+    world_size = run.engine.comm.world_size
+    stop.may_abandon = world_size == 1
+    stop.ranks_can_agree = world_size > 1 and run.engine.data_parallel.world_size == world_size
+
+
+def save_after_interruption(run: SavableRun, error: Interrupted, done: int, saved: int) -> Iterator[Event]:
+    """Save the last completed step after a call was abandoned because the run was asked to stop.
+
+    Raises the interruption again if there is nothing that can be saved: in the middle of an update, or on several
+    ranks of which the others were not interrupted at the same place.
+    """
+    if not run.step_complete or (run.engine.comm.world_size > 1 and not error.on_all_ranks):
+        raise error
+    if done > saved:
+        yield CheckpointSaved(done, run.save(done))
+    yield TrainingFinished(done, interruption_reason(done))
+
+
 def interruption_reason(done: int) -> str:
-    """Return the reason of `TrainingFinished` after SIGTERM or Ctrl-C."""
+    """Return the reason of `TrainingFinished` after a signal."""
     return f"asked to stop after step {done}; run the same command to resume"
 
 
@@ -219,22 +246,6 @@ def split_minibatches(samples: int, minibatches: int, rng: Randomness, epoch: in
     return order.tensor_split(minibatches)
 
 
-@contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM or the first Ctrl-C sets; the second Ctrl-C interrupts at once."""
-    stop_requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
-        yield stop_requested
-        return
-
-    def request_stop(number: int, frame: object) -> None:
-        if stop_requested.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop_requested.set()
-
-    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop_requested
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def stop_on_signal() -> AbstractContextManager[StopRequest]:
+    """Return a block in which SIGTERM, SIGHUP, SIGQUIT and Ctrl-C set a request; the second Ctrl-C ends the process."""
+    return handle_signals(raising=False)

@@ -40,11 +40,11 @@ class Optimizer(Protocol):
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], optim: OptimConfig, dtype: torch.dtype, seed: int
+    parameters: Mapping[str, nn.Parameter], optim: OptimConfig, dtype: torch.dtype, seed: int, device: torch.device
 ) -> Optimizer:
-    """Return PyTorch's AdamW if weights and states are in fp32, and LowBitAdamW otherwise."""
+    """Return PyTorch's AdamW if weights and states are in fp32; otherwise LowBitAdamW, which computes on `device`."""
     exact = dtype == torch.float32 and optim.state_dtype == "fp32"
-    return TorchAdamW(parameters, optim) if exact else LowBitAdamW(parameters, optim, seed)
+    return TorchAdamW(parameters, optim) if exact else LowBitAdamW(parameters, optim, seed, device)
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,17 @@ class LowBitAdamW:
     """AdamW computed in fp32 on weights and moments that are stored in bf16 or int8 with stochastic rounding.
 
     The random bits are a function of seed, update, parameter and element, so a resumed run, a replica and any number
-    of shards round alike.
+    of shards round alike. Weights in host memory visit `device` one by one: 12 billion of them would take minutes on
+    a CPU, and seconds over the bus.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: OptimConfig, seed: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optim: OptimConfig, seed: int, device: torch.device | None = None
+    ) -> None:
         self.parameters, self.optim, self.seed = dict(parameters), optim, seed
+        self.device = device or next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self.moments = {name: init_state(p, optim.state_dtype) for name, p in parameters.items()}
-        compiled = all(p.is_cuda for p in parameters.values()) and find_spec("triton") is not None
+        compiled = self.device.type == "cuda" and find_spec("triton") is not None
         self.step_fn: Callable[..., None] = _compiled() if compiled else adamw_step
         self.chunk = None if compiled else CHUNK
 
@@ -125,14 +129,13 @@ class LowBitAdamW:
         if not parameters:
             return
         keys = [self._random_key(name, p) for name, p in parameters.items()]
-        device = next(iter(parameters.values())).device
         # One copy to the device for all parameters: a copy for each of a thousand would take longer than the update.
-        device_keys = torch.tensor(keys).to(device)
+        device_keys = torch.tensor(keys).to(self.device)
         coefficients: dict[tuple[int, bool], Tensor] = {}
         for key, (name, p) in zip(device_keys, parameters.items(), strict=True):
             decays, step = p.ndim >= 2, int(self.moments[name].step)
             if (step, decays) not in coefficients:
-                coefficients[step, decays] = self._coefficients(step, lr, decays=decays).to(device)
+                coefficients[step, decays] = self._coefficients(step, lr, decays=decays).to(self.device)
             self._update_parameter(p, self.moments[name], key, coefficients[step, decays])
 
     def _random_key(self, name: str, p: nn.Parameter) -> tuple[int, int]:
@@ -154,11 +157,16 @@ class LowBitAdamW:
         grad = p.grad
         assert grad is not None  # `update` leaves the others out
         flat = [distributed.local_shard(x.detach()).view(-1) for x in (p, grad, state.exp_avg, state.exp_avg_sq)]
-        if state.exp_avg_scale is None or state.exp_avg_sq_scale is None:
-            self._update_chunks(flat, [], key, coefficients)
-            return
-        scales = [distributed.local_shard(x).view(-1, 1) for x in (state.exp_avg_scale, state.exp_avg_sq_scale)]
-        self._update_chunks([x.view(len(scales[0]), -1) for x in flat], scales, key, coefficients)
+        scales: list[Tensor] = []
+        if state.exp_avg_scale is not None and state.exp_avg_sq_scale is not None:
+            scales = [distributed.local_shard(x).view(-1, 1) for x in (state.exp_avg_scale, state.exp_avg_sq_scale)]
+            flat = [x.view(len(scales[0]), -1) for x in flat]
+        on_device = [x.to(self.device) for x in (*flat, *scales)]  # the tensors themselves if they are there already
+        self._update_chunks(on_device[:4], on_device[4:], key, coefficients)
+        if flat[0].device != on_device[0].device:
+            for stored, updated in zip((*flat, *scales), on_device, strict=True):
+                if stored is not flat[1]:  # the gradient does not change
+                    stored.copy_(updated)
 
     def _update_chunks(
         self, flat: Sequence[Tensor], scales: Sequence[Tensor], key: Tensor, coefficients: Tensor

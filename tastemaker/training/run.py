@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config.schema import BatchConfig, CheckpointConfig, GuardConfig, RunConfig, SampleConfig
+from ..core.checkpoint_files import SealedModel
 from ..core.errors import CheckpointError
 from ..core.objective import Context, Objective, ObjectiveState
 from ..core.policy import Policy
@@ -26,6 +27,22 @@ from .engine import Engine
 
 AnyObjective = Objective[Any, Any, Any, Any]
 SAMPLE_STEP, GUARD_STEP = -1, -2  # step numbers of the noise of samples and of the guard, the same at every call
+
+
+class GuardState(SealedModel):
+    """A measurement of the guard in a checkpoint."""
+
+    step: checkpoint.Step
+    rows: dict[str, list[float]]
+    spread: dict[str, float]
+
+
+class GeneratorState(checkpoint.ExtraState):
+    """What a generator's run keeps in state.json."""
+
+    step: checkpoint.Step
+    memory: dict[str, Any]
+    guard: list[GuardState] = []
 
 
 @dataclass
@@ -98,8 +115,14 @@ class Run:
 
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, objective and guard state from a checkpoint."""
-        extra = checkpoint.load(path, self.engine, self.policy.weights)
-        self.objective_state.load_state_dict(extra["memory"]) if extra["memory"] else None
+        extra = checkpoint.load(path, self.engine, self.policy.weights, GeneratorState)
+        try:
+            self.objective_state.load_state_dict(extra["memory"]) if extra["memory"] else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} holds the state of another objective ({type(error).__name__}: {error!s:.100}); resume with "
+                "the objective of the checkpoint, or start from its weights only (--init-from) [TM1120]"
+            ) from error
         self.guard_history.load_state_dict(extra.get("guard", ()))
         self.start_step = int(extra["step"])
 

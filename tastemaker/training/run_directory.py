@@ -7,23 +7,26 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import yaml
 from rich.console import Console
 
 from .. import __version__
 from ..config.dump import config_to_dict, config_to_yaml
 from ..config.load import YAML_SUFFIXES
-from ..config.schema import AnyConfig, AutoencoderRunConfig, RunConfig
+from ..config.schema import AnyConfig, AutoencoderRunConfig, PreferenceRunConfig, RunConfig
+from ..config.settings_diff import IGNORED_KEYS as IGNORED_KEYS
+from ..config.settings_diff import diff_settings as diff_settings
+from ..config.settings_diff import flatten_settings as flatten_settings
 from ..core import output_paths
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
+from ..core.safe_files import parse_yaml_mapping, read_json, read_yaml_mapping
 from . import checkpoint
 from .device_precision import read_cpu
 from .engine import Engine
@@ -31,35 +34,8 @@ from .engine import Engine
 C = TypeVar("C", bound=AnyConfig)
 CONFIG_FILE = "config.yaml"
 RECIPE_FILE = "recipe.yaml"  # in exported folders, so that `tastemaker generate FOLDER` works
-IGNORED_KEYS = ("output_dir", "name", "data.max_skipped", "engine.device")  # may differ in a resumed run
 NETWORK_SECTIONS = ("model", "tuning", "autoencoder", "judge")  # that the tensors of a checkpoint depend on
 MAX_NAMED_KEYS = 4  # more differing settings are summarized by their sections
-MAX_VALUE_LENGTH = 60  # characters of a value in a message
-
-
-def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
-    settings: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        settings.update(flatten_settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value})
-    return settings
-
-
-def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that differ by dotted name, as "old -> new"."""
-    before, after = flatten_settings(old), flatten_settings(new)
-    names = [name for name in sorted(before | after) if name not in IGNORED_KEYS]
-    return {
-        name: f"{_shorten(before.get(name, 'absent'))} -> {_shorten(after.get(name, 'absent'))}"
-        for name in names
-        if before.get(name) != after.get(name)
-    }
-
-
-def _shorten(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 
 def claim_run_directory(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
@@ -91,8 +67,8 @@ def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
     owners += [directory] if checkpoint.latest_checkpoint(directory) is not None else []
     for owner in owners:
         if (owner / CONFIG_FILE).is_file():
-            written = yaml.safe_load((owner / CONFIG_FILE).read_text(encoding="utf-8"))
-            kept = flatten_settings(written if isinstance(written, Mapping) else {}).get("engine.precision", "auto")
+            written = read_yaml_mapping(owner / CONFIG_FILE)
+            kept = flatten_settings(written).get("engine.precision", "auto")
             return replace(config, engine=replace(config.engine, precision=kept))
     return config
 
@@ -103,7 +79,7 @@ def diff_run_config(config: AnyConfig, directory: Path) -> dict[str, str]:
     if not file.exists() or checkpoint.latest_checkpoint(directory) is None:
         return {}
     new = config_to_yaml(keep_precision(config, directory))
-    return diff_settings(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(new))
+    return diff_settings(read_yaml_mapping(file), parse_yaml_mapping(new, CONFIG_FILE))
 
 
 def find_run_checkpoint(
@@ -149,6 +125,8 @@ def find_run_checkpoint(
 
 def find_named_weights(config: AnyConfig) -> str:
     """Return the trained weights that a configuration names, as "model.weights=..."; empty if they are random."""
+    if isinstance(config, PreferenceRunConfig):
+        return ""
     section = "model" if isinstance(config, RunConfig) else "autoencoder"
     if not isinstance(config, RunConfig | AutoencoderRunConfig):
         return f"judge.weights={config.judge.weights}"
@@ -160,7 +138,7 @@ def find_named_weights(config: AnyConfig) -> str:
 
 def _read_steps(directory: Path) -> int:
     """Return the number of steps of the run in a directory; a very large one if it is not written."""
-    steps = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8")).get("steps")
+    steps = read_yaml_mapping(directory / CONFIG_FILE).get("steps")
     return steps if isinstance(steps, int) else sys.maxsize
 
 
@@ -204,7 +182,7 @@ def _precision_reason(engine: Engine, path: Path) -> str:
     """Return why the run uses its precision; a resumed run keeps the reason of its first start."""
     choice = engine.precision_choice
     try:
-        previous = json.loads(path.read_text(encoding="utf-8"))
+        previous = read_json(path)
         kept = previous["precision"] == choice.precision and str(previous["precision_reason"]).startswith("auto")
         return str(previous["precision_reason"]) if kept else choice.reason
     except (OSError, ValueError, KeyError, TypeError):

@@ -18,13 +18,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..core.errors import CheckpointError as CheckpointError
+from ..core.checkpoint_files import FileChecksum
+from ..core.errors import CheckpointError, DamagedCheckpointError
 
 DTYPE_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -32,10 +35,6 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint with missing or changed files."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,6 @@ class TensorHeader:
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-@dataclass(frozen=True)
-class FileChecksum:
-    """Size and CRC of a file, to detect truncation and damage."""
-
-    bytes: int
-    crc: int
 
 
 class SafetensorsWriter:
@@ -84,7 +75,7 @@ class SafetensorsWriter:
         self.bytes += len(data)
 
     def checksum(self) -> FileChecksum:
-        return FileChecksum(self.bytes, self.crc)
+        return FileChecksum(bytes=self.bytes, crc=self.crc)
 
 
 @contextmanager
@@ -94,15 +85,6 @@ def open_writer(path: Path, entries: Mapping[str, TensorHeader]) -> Iterator[Saf
         yield SafetensorsWriter(file, entries)
         file.flush()
         os.fsync(file.fileno())
-
-
-def compute_checksum(path: Path) -> FileChecksum:
-    """Return the size and CRC of a file."""
-    crc, count = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc, count = zlib.crc32(block, crc), count + len(block)
-    return FileChecksum(count, crc)
 
 
 class TensorSource(Protocol):

@@ -24,12 +24,14 @@ from ..config.schema import AnyConfig
 from ..console import format_remaining
 from ..core.errors import ConfigError, TrainingError, pluralize
 from ..core.output_paths import check_output_directory, write_text_atomically
+from ..core.safe_files import read_json
 from ..report.page import write_report
 from ..report.run_record import RunRecord, read_run
 from . import checkpoint
 from .events import Event, TrainingFinished
 from .loop import interruption_reason
 from .run_directory import claim_run_directory, keep_precision
+from .run_lock import own_run_directory
 from .trainer import load_run_config, run_training
 
 SEED = "seed"  # runs that differ only in it are grouped
@@ -153,6 +155,11 @@ def run_sweep(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swe
             "sweep: all runs share one process, so torchrun is not supported; use `sweep --dry-run` and start the "
             "printed commands with torchrun [TM300]"
         )
+    with own_run_directory(out):
+        return _run_all(runs, out, console)
+
+
+def _run_all(runs: Sequence[SweepRun], out: Path, console: Console) -> list[SweepResult] | None:
     results = {result.name: result for result in read_results(out)}
     times: list[float] = []  # seconds of each run
     for number, run in enumerate(runs, 1):
@@ -260,7 +267,7 @@ def _format_spread(mean: float, deviation: float | None) -> str:
 def read_results(out: Path) -> list[SweepResult]:
     """The results in a folder; none if there are none that can be read."""
     try:
-        rows: list[dict[str, Any]] = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
+        rows: Any = read_json(out / RESULTS_FILE)
         return [SweepResult(**row) for row in rows]
     except (OSError, ValueError, TypeError):
         return []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from rich.console import Console
 
 from ..autoencoders.training import AutoencoderRun
@@ -18,21 +19,34 @@ from ..config.build import (
     build,
     build_autoencoder,
     build_judge,
+    build_preference,
     make_tiny_any,
 )
 from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
-from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
+from ..config.schema import (
+    AnyConfig,
+    AutoencoderRunConfig,
+    EngineConfig,
+    JudgeRunConfig,
+    LoggerConfig,
+    PreferenceRunConfig,
+    RunConfig,
+)
 from ..console import in_notebook
+from ..core.errors import CheckpointError
 from ..core.lora import Lora
+from ..core.objective import Comm, SingleProcess
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
 from ..export.lora import InitializedLora, is_external_lora
 from ..models.llamagen import optimizer_state
+from ..preferences.training import PreferenceRun
+from ..preferences.training import train as train_preference
 from ..vlm.finetuning import JudgeRun
 from ..vlm.finetuning import train as train_judge
-from . import run_directory
+from . import checkpoint, distributed, run_directory
 from .events import Event, TrainingFinished
 from .initialization import find_initial_weights
 from .loggers.html_report import HtmlReportLogger
@@ -41,10 +55,13 @@ from .loggers.logger import Logger, LoggerCollection
 from .loggers.notebook import NotebookProgressLogger
 from .loggers.progress import ProgressLogger
 from .loggers.sample_grids import SampleGridLogger
+from .loggers.status import StatusLogger
 from .loop import train
+from .precision import select_device
 from .run import Run
+from .run_lock import own_run_directory
 
-AnyRun = Run | AutoencoderRun | JudgeRun
+AnyRun = Run | AutoencoderRun | JudgeRun | PreferenceRun
 DEFAULT_PROJECT = "tastemaker"  # of wandb and trackio
 
 
@@ -97,12 +114,18 @@ def load_run_config(recipe: str, overrides: Sequence[str]) -> AnyConfig:
 
 
 def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> AnyRun:
-    """Build the run of a generator, an autoencoder or a judge, from the weights in `init_from` if given.
+    """Build the run of a generator, an autoencoder, a judge or a preference model, with given weights.
 
     `init_from` is a run, a checkpoint, a file or an exported folder. The run keeps its configuration in `run.config`,
     with the precision that was chosen for the device.
     """
     run: AnyRun
+    if isinstance(config, PreferenceRunConfig):
+        if init_from is not None:
+            raise ConfigError("--init-from: a preference model always starts from its votes; omit the option [TM1305]")
+        run = build_preference(config, directory)
+        run.config = replace(config, engine=run.engine.config)
+        return run
     initial = None if init_from is None else find_initial_weights(config, init_from)
     if isinstance(config, JudgeRunConfig):
         run = build_judge(config, directory, init_from=initial)
@@ -126,6 +149,8 @@ def build_generator(config: RunConfig, directory: Path, init_from: InitialWeight
 
 def training_events(run: AnyRun) -> Iterator[Event]:
     """Train a run of any kind: return the iterator over its events."""
+    if isinstance(run, PreferenceRun):
+        return train_preference(run)
     if isinstance(run, JudgeRun):
         return train_judge(run)
     return train_autoencoder(run) if isinstance(run, AutoencoderRun) else train(run)
@@ -137,18 +162,58 @@ def open_loggers(
 ) -> Iterator[LoggerCollection]:
     """Write config.yaml and environment.json and yield the loggers of a run; only rank 0 writes and logs.
 
-    Without a configuration there are no loggers.
+    Without a configuration there are no loggers. The reason of a failure is written to status.json.
     """
+    status = StatusLogger()
     if run.engine.comm.rank == 0 and config is not None:
         run_directory.write_run_config(config, run.directory)
         run_directory.write_environment(run.engine, run.directory)
         loggers = build_loggers(config, console, timer)
+        loggers.add(status)
     else:
         loggers = LoggerCollection([], console)
     try:
         yield loggers
+    except BaseException as error:
+        status.fail(error)
+        raise
     finally:
         loggers.close()
+
+
+@contextmanager
+def own_directory(engine: EngineConfig, directory: Path) -> Iterator[None]:
+    """Be the one owner of a run directory within the block, before anything is built; see `own_run_directory`.
+
+    Under torchrun the ranks join here, so that all of them learn of a refusal; their engines use the same group.
+    """
+    comm: Comm = SingleProcess()
+    started = False
+    if distributed.is_launched():
+        device = select_device(engine.device, distributed.get_local_rank())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        comm, started = distributed.init_process_group(device)
+    try:
+        with own_run_directory(directory, comm):
+            yield
+    finally:
+        if started:
+            distributed.destroy_process_group()
+
+
+def set_aside_newer(run: AnyRun, step: int, console: Console) -> None:
+    """Keep what a run has after `step` under names that no command reads, and print them. Every rank calls this."""
+    comm, problems = run.engine.comm, []
+    best_step = run.guard_history.best_step if isinstance(run, Run) else None
+    if comm.rank == 0:
+        try:
+            for path in checkpoint.set_aside_newer(run.directory, step, best_step):
+                console.print(f"kept aside: {path}", markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:
+            problems.append(f"{error.filename} cannot be renamed ({error.strerror}); change its permissions [TM1123]")
+    if problems := comm.gather_objects(problems):
+        raise CheckpointError(problems[0])
 
 
 def train_built_run(
@@ -159,14 +224,29 @@ def train_built_run(
     It resumes from the last checkpoint in its directory, unless the caller has resumed it. A run without a
     configuration, which was built by hand, trains without loggers and does not resume.
     """
-    if run.config is not None:
-        latest = run_directory.claim_run_directory(run.config, run.directory, allow_change)
-        if latest is not None and not run.start_step:
-            run.resume(latest)
-    with open_loggers(run, run.config, console) as loggers:
-        for event in training_events(run):
-            loggers.log(event)
-            on_event(event)
+    with own_run_directory(run.directory, run.engine.comm):
+        if run.config is not None:
+            latest = run_directory.claim_run_directory(run.config, run.directory, allow_change)
+            if latest is not None and not run.start_step:
+                run.resume(latest)
+        with open_loggers(run, run.config, console) as loggers:
+            for event in training_events(run):
+                loggers.log(event)
+                on_event(event)
+
+
+def check_starting_point(resume: Path | None, init_from: Path | None, from_step: int | None) -> None:
+    """Refuse more than one of the options that say what a run starts from."""
+    if resume is not None and init_from is not None:
+        raise ConfigError(
+            "--resume and --init-from cannot be combined; use --resume to restore everything, or --init-from to "
+            "load only the weights [TM301]"
+        )
+    if from_step is not None and (resume or init_from):
+        raise ConfigError(
+            "--from-step continues a run from its own checkpoint, so it cannot be combined with --resume or "
+            "--init-from; give one of them [TM1122]"
+        )
 
 
 def run_training(
@@ -175,6 +255,7 @@ def run_training(
     tiny: bool = False,
     resume: Path | None = None,
     init_from: Path | None = None,
+    from_step: int | None = None,
     allow_change: Sequence[str] = (),
     console: Console,
     timer: TimeEstimator | None = None,
@@ -182,35 +263,37 @@ def run_training(
 ) -> bool:
     """Train as `tastemaker train` does: from the directory's last checkpoint if it has one, with loggers.
 
-    Returns whether all steps are done; they are not if the run was asked to stop.
+    With `from_step` the run continues from its checkpoint of that step, and newer ones are kept aside. Returns whether
+    all steps are done; they are not if the run was asked to stop.
     """
-    if resume is not None and init_from is not None:
-        raise ConfigError(
-            "--resume and --init-from cannot be combined; use --resume to restore everything, or --init-from to "
-            "load only the weights [TM301]"
-        )
+    check_starting_point(resume, init_from, from_step)
     config = require_valid(make_tiny_any(config) if tiny else config)
     directory = config.directory
-    config = run_directory.keep_precision(adopt_class_names(config), directory, resume)
-    latest = run_directory.claim_run_directory(config, directory, allow_change)
-    if latest is not None and (resume or init_from):
-        raise ConfigError(
-            f"{directory} already contains checkpoints; choose another name=... for a run that starts from other "
-            "weights [TM302]"
-        )
-    run = build_run(config, directory, init_from)
-    try:
-        if resume is not None and optimizer_state.is_llamagen_checkpoint(resume) and isinstance(run, Run):
-            resume_from_llamagen(run, resume)
-        elif (checkpoint := resume or latest) is not None:
-            run.resume(checkpoint)
-        completed = True
-        with open_loggers(run, run.config, console, timer) as loggers:
-            for event in training_events(run):
-                loggers.log(event)
-                if on_event is not None:
-                    on_event(event)
-                completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
-        return completed
-    finally:
-        run.engine.close()
+    with own_directory(config.engine, directory):
+        config = run_directory.keep_precision(adopt_class_names(config), directory, resume)
+        start = run_directory.claim_run_directory(config, directory, allow_change)
+        if start is not None and (resume or init_from):
+            raise ConfigError(
+                f"{directory} already contains checkpoints; choose another name=... for a run that starts from other "
+                "weights, or continue this run with --from-step [TM302]"
+            )
+        if from_step is not None:
+            start = checkpoint.find_checkpoint(directory, from_step)
+        run = build_run(config, directory, init_from)
+        try:
+            if resume is not None and optimizer_state.is_llamagen_checkpoint(resume) and isinstance(run, Run):
+                resume_from_llamagen(run, resume)
+            elif (start := resume or start) is not None:
+                run.resume(start)
+            if from_step is not None:
+                set_aside_newer(run, from_step, console)
+            completed = True
+            with open_loggers(run, run.config, console, timer) as loggers:
+                for event in training_events(run):
+                    loggers.log(event)
+                    if on_event is not None:
+                        on_event(event)
+                    completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
+            return completed
+        finally:
+            run.engine.close()

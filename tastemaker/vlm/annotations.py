@@ -15,7 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from torch import Tensor, nn
 
+from ..core.array_files import read_arrays
 from ..core.registry import ConfigError
+from ..core.text_layout import truncate_text
 from ..data.image_io import read_image, save_image, to_uint8
 from ..models.pretrained import load_state_dict
 
@@ -138,13 +140,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".npz":
         return dict(load_state_dict(path))
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays: dict[str, Any] = {key: file[key] for key in file.files}
-    except (OSError, ValueError) as error:
+        return {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in read_arrays(path).items()}
+    except (ConfigError, TypeError) as error:  # arrays of text are no tensors
         raise ConfigError(
             f"--mask-decoder: {path} is not a readable .npz file ({error!s:.100}); download vae-oid.npz again [TM699]"
         ) from error
-    return {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,13 @@ def draw_detections(
         color_rgb = colors[detection.label]
         left, top, right, bottom = detection.corners(width - 1, height - 1)
         pen.rectangle((left, top, right, bottom), outline=color_rgb, width=line_width)
-        if detection.label:
-            _, _, text_width, text_height = pen.textbbox((0, 0), detection.label, font=font)
+        if label := truncate_text(detection.label, width, font.getlength):
+            _, _, text_width, text_height = pen.textbbox((0, 0), label, font=font)
             # Labels of objects at the right or lower edge are moved into the image.
             x = max(0, min(left + line_width, width - text_width - 1))
             y = max(0, min(top + line_width, height - text_height - 1))
-            pen.rectangle(pen.textbbox((x, y), detection.label, font=font), fill=color_rgb)
-            pen.text((x, y), detection.label, fill="white", font=font)
+            pen.rectangle(pen.textbbox((x, y), label, font=font), fill=color_rgb)
+            pen.text((x, y), label, fill="white", font=font)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
+from ..core.safe_files import MAX_ROWS_BYTES, read_text
 from ..data.image_io import READABLE_SUFFIXES, ImageError
 from ..data.text_files import read_json_rows
 from ..rewards.folder_scorer import ImageRecord, find_images_and_videos
@@ -94,7 +95,7 @@ def existing_caption(options: CaptionOptions, file: Path, rows: Mapping[str, Map
     """The caption of an image in metadata.jsonl or in the .txt beside it; empty if it has none."""
     text_file = file.with_suffix(".txt")
     listed = rows.get(relative_name(options.folder, file), {}).get("prompt")
-    beside = text_file.read_text(encoding="utf-8") if text_file.is_file() else ""
+    beside = read_text(text_file) if text_file.is_file() else ""
     return " ".join(str(listed or beside).split())
 
 
@@ -104,7 +105,7 @@ def relative_name(folder: Path, file: Path) -> str:
 
 def read_caption_list(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of an existing metadata.jsonl by file name."""
-    if not path.is_file() or not path.read_text(encoding="utf-8").strip():
+    if not path.is_file() or not read_text(path, MAX_ROWS_BYTES).strip():
         return {}
     rows = [(number, row, row.get("file_name", row.get("file"))) for number, row in read_json_rows(path)]
     for number, _, name in rows:

@@ -172,7 +172,7 @@ def _load_from_transformers(settings: dict[str, Any], path: Path, placement: Pla
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     except (KeyError, ValueError) as error:
         raise ConfigError(
@@ -189,13 +189,13 @@ def _with_processor(net: Any, model_type: str, path: Path) -> ChatModel:
     auto_processor: Any = AutoProcessor
     try:
         if model_type == "llava_onevision":
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             return ChatModel(net, tokenizer, OneVisionProcessor(net, tokenizer))
         if model_type in QWEN_TYPES:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            images = auto_image_processor.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            images = auto_image_processor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             return ChatModel(net, tokenizer, QwenProcessor(net, tokenizer, images))
-        processor = auto_processor.from_pretrained(path, local_files_only=True)
+        processor = auto_processor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ImportError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

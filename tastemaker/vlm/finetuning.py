@@ -24,6 +24,12 @@ from ..training.loop import interruption_reason, is_due, save_after_failure, sto
 from ..training.metrics import AverageMeter, StepMetrics
 
 
+class JudgeState(checkpoint.ExtraState):
+    """What a judge's run keeps in state.json."""
+
+    step: checkpoint.Step
+
+
 @dataclass
 class JudgeRun:
     """State of a run. `weights.net` maps images and conversations to the loss of the answers."""
@@ -58,7 +64,7 @@ class JudgeRun:
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint, with the same results as without the interruption."""
-        self.start_step = int(checkpoint.load(path, self.engine, self.weights)["step"])
+        self.start_step = int(checkpoint.load(path, self.engine, self.weights, JudgeState)["step"])
 
 
 def train(run: JudgeRun) -> Iterator[Event]:

@@ -24,6 +24,7 @@ from ..console import ProgressBar, message_console
 from ..core.errors import pluralize
 from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
+from ..core.safe_files import MAX_ROWS_BYTES, parse_json, read_text
 from ..core.types import Placement
 from ..data.image_io import ImageError, image_size, read_image
 from ..models.showo.model import ShowoSpec, infer_showo_spec
@@ -292,13 +293,13 @@ def read_answers(out: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     try:
-        text = out.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+        text = read_text(out, MAX_ROWS_BYTES)
+    except ConfigError as error:
         raise ConfigError(f"--out: {out} is not a text file; give another file with --out [TM724]") from error
     for line in text.splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = parse_json(line, out)
+        except ConfigError:
             continue
         if not isinstance(row, dict) or not {"file", "question", "made"} <= row.keys():
             raise ConfigError(

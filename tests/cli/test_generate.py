@@ -24,7 +24,7 @@ from tastemaker.data.image_io import read_image, save_image
 from tastemaker.evaluation.geneval import load_geneval_scorer, parse_detector
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE
 from tastemaker.models.weight_files import is_shipped
-from tastemaker.search.generation import PLAYGROUND_MODELS, choose_prompts, find_lora, resolve_source, slugify
+from tastemaker.search.generation import PLAYGROUND_MODELS, choose_prompts, find_lora, resolve_source
 from tastemaker.training.run_directory import write_run_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -241,13 +241,6 @@ def test_data_with_no_captions_gives_an_empty_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"TM179"):
         choose_prompts((), None, uncaptioned)
     assert choose_prompts(("",), None, uncaptioned) == PromptBatch(("",), ({},))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "name"), [("A red cat, twice!", "a-red-cat-twice"), ("一只红色的猫!", "一只红色的猫"), ("...", "empty")]
-)
-def test_slugify_keeps_letters_of_any_script(prompt: str, name: str) -> None:
-    assert slugify(prompt) == name
 
 
 @pytest.mark.slow

@@ -28,7 +28,15 @@ from tastemaker.console import (
     track,
 )
 
-COMMANDS = vars(get_command(app))["commands"]
+COMMANDS = {
+    name: each
+    for group, command in vars(get_command(app))["commands"].items()
+    for name, each in {
+        group: command,
+        **{f"{group} {n}": c for n, c in vars(command).get("commands", {}).items()},
+    }.items()
+    if each.callback is not None
+}
 NOT_PLAIN = re.compile(r"[\u2500-\u257f\u2026\x1b]")  # box-drawing characters, an ellipsis and escape sequences
 
 
@@ -143,7 +151,14 @@ def test_check_is_plain_in_a_pipe_and_says_what_is_next(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_says_what_is_next(name: str) -> None:
     source = inspect.getsource(COMMANDS[name].callback)
-    elsewhere = {"serve-reward": "run_reward_server", "demo": "run_demo"}  # it serves until stopped; the demo itself
+    # The first two serve until they are stopped; the others print it themselves, or are read by a program.
+    elsewhere = {
+        "serve-reward": "run_reward_server",
+        "studio": "run_studio",
+        "demo": "run_demo",
+        "align": "print_alignment(",
+    }
+    elsewhere |= {"vote export": "export_votes", "vote stats": "summarize_session"}
     assert elsewhere.get(name, "print_next_steps(") in source
 
 

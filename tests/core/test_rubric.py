@@ -24,7 +24,9 @@ from tastemaker.core.reward import (
 from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import BrightnessReward, ColorReward
 from tastemaker.rewards.compression import JpegReward
+from tastemaker.rewards.function import FunctionReward, register_function
 from tastemaker.rewards.motion import StillnessReward
+from tastemaker.rewards.wrappers import ClippedReward
 
 Scorer = Callable[[Tensor, Prompts, Sequence[Metadata]], Tensor]
 
@@ -188,6 +190,14 @@ def test_error_of_a_remote_reward_names_reward_prompts_and_cause() -> None:
         rubric(far=CustomReward(broken, differentiable=False, runs_on="remote")).score(PIXELS, PROMPTS)
 
 
+def test_reward_that_exits_does_not_end_the_process() -> None:
+    def leaving(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        raise SystemExit(0)
+
+    with pytest.raises(RewardError, match=r"'own'.*SystemExit.*TM115"):
+        rubric(own=CustomReward(leaving)).score(PIXELS, PROMPTS)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_or_infinite_score_names_the_prompts(bad: float) -> None:
     values = torch.tensor([0.0, 1.0, bad, 0.0, 0.0])
@@ -267,3 +277,49 @@ def test_unhashable_spec_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"UnhashableSpec.*TM110"):
         load_shared_reward(UnhashableSpec(["a"]), Placement())
+
+
+@pytest.mark.parametrize("runs_on", ["device", "host"])
+@pytest.mark.parametrize("through_numpy", [False, True])
+def test_reward_that_writes_into_its_pixels_changes_nothing_for_others(
+    runs_on: Literal["device", "host"], through_numpy: bool
+) -> None:
+    def blacken(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        scores = mean(pixels, prompts, metadata)
+        if through_numpy:
+            pixels.detach().numpy()[:] = 0
+        else:
+            pixels.zero_()
+        metadata[0]["number"] = 7
+        return scores
+
+    def user_function(images: Tensor, prompts: list[str], **metadata: object) -> Tensor:
+        return blacken(images[:, None], prompts, [{}])
+
+    pixels, metadata = PIXELS.clone(), [{"number": 1} for _ in PROMPTS]
+    specs: dict[str, RewardSpec] = {
+        "writer": CustomReward(blacken, differentiable=False, runs_on=runs_on),
+        "function": FunctionReward(register_function(user_function), runs_on=runs_on),
+        "wrapped": ClippedReward(CustomReward(blacken, differentiable=False, runs_on=runs_on), min=-9.0),
+        "bright": BrightnessReward(),
+    }
+    for prompt_sets in ([PROMPTS], [PROMPTS, PROMPTS]):
+        for scores in rubric(**specs).score_each(pixels, prompt_sets, metadata):
+            for reward in scores.rewards.values():
+                torch.testing.assert_close(reward, PIXELS.mean((1, 2, 3, 4)))
+    assert pixels.equal(PIXELS) and metadata[0] == {"number": 1}
+
+
+def test_gradients_pass_through_the_copy_of_a_reward_that_writes() -> None:
+    def double(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return mean(pixels.mul_(2), prompts, metadata)
+
+    pixels = PIXELS.clone().requires_grad_()
+    rubric(writer=CustomReward(double), bright=BrightnessReward()).score(pixels, PROMPTS).total.sum().backward()
+    assert pixels.grad is not None
+    torch.testing.assert_close(pixels.grad, torch.full_like(PIXELS, 3 / PIXELS[0].numel()))
+
+
+def test_rewards_of_the_package_get_no_copy() -> None:
+    loaded = [spec.load(Placement()) for spec in (BrightnessReward(), JpegReward(), ClippedReward(ColorReward(), 0.0))]
+    assert not any(reward.needs_copy for reward in loaded)

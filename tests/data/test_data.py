@@ -97,7 +97,9 @@ def test_invalid_prompt_file_error_names_the_line(
     assert message.startswith(start) and fragment in message
 
 
-@pytest.mark.parametrize(("name", "start"), [("p.jsonl", ", line 1: not JSON ("), ("none.txt", ": cannot be read (")])
+@pytest.mark.parametrize(
+    ("name", "start"), [("p.jsonl", ", line 1: not JSON ("), ("none.txt", ": the file cannot be read (")]
+)
 def test_unreadable_prompt_file_is_refused(tmp_path: Path, name: str, start: str) -> None:
     (tmp_path / "p.jsonl").write_text("{'prompt': 1}")
     with pytest.raises(ConfigError) as error:

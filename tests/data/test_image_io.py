@@ -6,11 +6,12 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 from torch import Tensor
 
 import tastemaker.data
@@ -245,6 +246,25 @@ def test_captions_are_wrapped_and_truncated(caption: str) -> None:
     plain, captioned = make_grid(random(2, 1, 3, 8, 8)), make_grid(random(2, 1, 3, 8, 8), captions=[caption, "b"])
     assert captioned.shape[3] == plain.shape[3]
     assert captioned.shape[2] > plain.shape[2]
+
+
+@pytest.mark.parametrize("unit", ["w", "word ", "一", "a\u0301\u0302", "👨\u200d👩\u200d👧", "\n", "\ud800"])
+def test_measuring_a_caption_does_not_depend_on_its_length(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = list[int]()
+
+    def measure(font: ImageFont.FreeTypeFont, text: str, *arguments: Any, **options: Any) -> float:
+        measured.append(len(text))
+        assert len(measured) < 100, "a caption of two lines was measured 100 times"
+        return getlength(font, text, *arguments, **options)
+
+    getlength = ImageFont.FreeTypeFont.getlength
+    monkeypatch.setattr(ImageFont.FreeTypeFont, "getlength", measure)
+    work = []
+    for count in (1_000, 1_000_000):
+        measured.clear()
+        make_grid(torch.rand(1, 1, 3, 8, 8), captions=[unit * (count // len(unit))])
+        work.append((len(measured), sum(measured)))
+    assert work[0] == work[1]
 
 
 @pytest.mark.parametrize(("count", "height", "width"), [(1, 8, 8), (5, 16, 24), (8, 200, 100)])

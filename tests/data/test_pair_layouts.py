@@ -88,7 +88,7 @@ def test_pair_folder_matches_names(tmp_path: Path) -> None:
         ("mix.yaml", "datasets: []", "`datasets:` .*TM239"),
         ("mix.yaml", "datasets: [3]", "got 3.*TM240"),
         ("mix.yaml", "datasets: [{json_path: none.json}]", r"the file .*none\.json"),
-        ("mix.yaml", "a: [", "not YAML"),
+        ("mix.yaml", "a: [", "TM064"),
     ],
 )
 def test_unreadable_pair_files_are_refused(name: str, text: str, message: str, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def import_faults(monkeypatch):
         ("reference", "grpo-toy-flow", "objective={type: 'faults:DetachedKL'}", "live weights"),
         ("rewards", "grpo-toy-flow", "rewards.color={type: 'faults:Constant'}", "same reward"),
         ("rewards", "grpo-toy-flow", "rewards.color={type: 'faults:Constant', broken: true}", "NaN"),
+        ("reward inputs", "grpo-toy-flow", "rewards.color={type: 'faults:WritesPixels'}", "color writes"),
         ("pixels", "grpo-toy-flow", "model={type: 'faults:WrongRange'}", "[0, 1]"),
         ("resume", "grpo-toy-flow", "objective={type: 'faults:UncheckpointedState'}", "checkpoint"),
     ],

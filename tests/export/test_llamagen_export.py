@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tastemaker import build, load
 from tastemaker.config.schema import RunConfig
+from tastemaker.core.errors import CheckpointError
 from tastemaker.core.registry import ConfigError
 from tastemaker.export.llamagen import (
     LlamagenExport,
@@ -32,7 +33,6 @@ from tastemaker.models.llamagen import optimizer_state
 from tastemaker.models.nets.gpt import GPT, GPTConfig
 from tastemaker.training import checkpoint
 from tastemaker.training.run import Run
-from tastemaker.training.safetensors_io import CheckpointError
 from tastemaker.training.trainer import run_training
 
 RECIPE = """

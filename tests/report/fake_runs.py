@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from tastemaker.training.checkpoint import partial_path, publish_checkpoint
 from tastemaker.training.events import (
     Event,
     GuardChecked,
@@ -91,9 +92,10 @@ def write_guard_checkpoint(directory: Path, step: int, changes: Sequence[float])
     rows = ([0.5] * len(changes), [0.5 + change for change in changes])
     guard = [{"step": at, "rows": {"reward/mean": row}, "spread": {}} for at, row in zip((0, step), rows, strict=True)]
     folder = directory / f"checkpoints/step-{step:06d}"
-    folder.mkdir(parents=True)
-    state = {"format": 1, "step": step, "files": {}, "scaler": None, "extra": {"guard": guard}}
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    partial = partial_path(folder)
+    partial.mkdir(parents=True)
+    state = {"format": 2, "step": step, "form": "consolidated", "strategy": "replicated", "world": 1, "versions": {}}
+    publish_checkpoint(partial, folder, {**state, "scaler": None, "extra": {"guard": guard}}, {})
 
 
 def write_evaluation(directory: Path, name: str, score: float, **extra: Any) -> Path:

@@ -300,6 +300,18 @@ def test_script_in_names_and_prompts_is_escaped(tmp_path: Path) -> None:
     assert any("<script>alert(2)</script>" in str(image["alt"]) for image in checker.images)
 
 
+def test_page_shows_the_beginning_of_long_prompts(tmp_path: Path) -> None:
+    plain = write_fake_run(tmp_path / "plain", 0.1)
+    run_dir = write_fake_run(tmp_path / "long", 0.1)
+    for grid in (run_dir / "samples").glob("*.json"):
+        data = json.loads(grid.read_text())
+        data["prompts"][0] = "a bell\a rings and " + "goes on " * 100_000
+        grid.write_text(json.dumps(data))
+    long, checker = check_page(write_report([run_dir]))
+    assert len(long) < len(check_page(write_report([plain]))[0]) + 20_000
+    assert any("a bell rings" in str(image["alt"]) for image in checker.images)
+
+
 def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
     runs = [write_fake_run(tmp_path / f"grpo-seed{seed}", 0.1 * seed, seed=seed) for seed in range(3)]
     for run_dir, score in zip(runs, (0.5, 0.6, 0.7), strict=True):

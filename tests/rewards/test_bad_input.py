@@ -81,12 +81,15 @@ def test_any_prompt_and_any_size_get_a_finite_score_or_a_reward_error(name: str)
 def find_problem(name: str, pixels: Tensor, prompt: str) -> str:
     """A description of what is wrong with a reward's scores; empty if nothing is."""
     metadata = [all_metadata(*pixels.shape[1:2], *pixels.shape[3:])] * len(pixels)
+    before, version = pixels.clone(), pixels._version
     try:
         scores = tiny(name).score(pixels, [prompt] * len(pixels), metadata).rewards[name]
     except RewardError as error:
         # An exception from inside a library explains nothing to users; ours name what was expected.
         ours = any(kind in str(error) for kind in ("ValueError", "ConfigError", "ImageError"))
         return "" if ours and f"reward '{name}' failed on" in str(error) else str(error)[:2000]
+    if pixels._version != version or not pixels.equal(before):
+        return "it wrote into its pixels, which all rewards of this package share"
     right = scores.shape == (len(pixels),) and all(math.isfinite(score) for score in scores.tolist())
     return "" if right else f"scores {scores}"
 

@@ -99,8 +99,8 @@ def test_consolidated_format_is_plain_safetensors(tmp_path: Path) -> None:
     assert_equal(load_file(path / "weights.safetensors"), full_tensors(weights.trainable()))
     assert_equal(load_file(path / "snapshots" / "old.safetensors"), full_tensors(weights.snapshot_tensors()["old"]))
     assert checkpoint.latest_checkpoint(tmp_path) == path
-    state = json.loads((path / "state.json").read_text())
-    assert state["files"]["weights.safetensors"]["bytes"] == (path / "weights.safetensors").stat().st_size
+    state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
+    assert manifest["files"]["weights.safetensors"]["bytes"] == (path / "weights.safetensors").stat().st_size
     assert state["versions"]["torch"] == torch.__version__
 
 
@@ -131,6 +131,9 @@ def test_old_checkpoint_counts_until_its_replacement_is_complete(tmp_path: Path)
     latest = checkpoint.latest_checkpoint(tmp_path)
     assert latest == path.with_name("step-000004.old")
     assert checkpoint.load(latest, engine, weights) == {"step": 4}
+    save_checkpoints(tmp_path, 4)
+    path.with_name("step-000004.old").mkdir()  # killed while it was deleted
+    assert checkpoint.list_checkpoints(path.parent) == [path]
     save_checkpoints(tmp_path, 4, 5)
     assert checkpoint_names(tmp_path) == ["step-000004", "step-000005"]
 
@@ -160,7 +163,7 @@ def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     if damage == "missing":
         file.unlink()
     before = full_state(engine, weights)
-    with pytest.raises(CheckpointError, match=rf"{file.name}.*\bno older\b"):
+    with pytest.raises(CheckpointError, match=rf"{file.name}.*\bno older\b.*TM841"):
         checkpoint.load(path, engine, weights)
     assert_equal(full_state(engine, weights), before)
 
@@ -206,6 +209,73 @@ def test_kill_during_save_keeps_the_older_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.load(latest, build_engine(weights), weights) == {"step": 1}
     save_checkpoints(tmp_path, 3)
     assert checkpoint_names(tmp_path) == ["step-000001", "step-000003"]
+
+
+KILLED_AT_EVERY_POINT = """
+    import os, shutil, signal, sys
+    from pathlib import Path
+    from engine_toys import build_engine, full_weights
+    from tastemaker.config.schema import CheckpointConfig
+    from tastemaker.core.checkpoint_files import is_sound, latest_checkpoint, list_checkpoints
+    from tastemaker.training import checkpoint, safetensors_io
+
+    directory, weights = Path(sys.argv[1]), full_weights("old")
+    engine = build_engine(weights)
+    left = 0
+    os.fsync = lambda handle: None  # a killed process loses nothing that it wrote, and syncing takes time
+
+    def save(run, step):
+        checkpoint.save(run, step, engine, weights, {"step": step}, CheckpointConfig(keep_last=2), best=True)
+
+    def kill_before(function):
+        def call(*arguments, **options):
+            global left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+        return call
+
+    def save_and_die(run, step, point):
+        global left
+        left = point
+        for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "symlink"):
+            setattr(os, name, kill_before(getattr(os, name)))
+        safetensors_io.SafetensorsWriter.checksum = kill_before(safetensors_io.SafetensorsWriter.checksum)
+        save(run, step)
+        os._exit(0)
+
+    save(directory / "start", 1), save(directory / "start", 2)
+    for step in (3, 2):  # a new checkpoint, after which one is pruned, and one that replaces the same step
+        point, status = 0, None
+        while status != 0:
+            run = shutil.copytree(directory / "start", directory / f"{step}-{point}", symlinks=True)
+            child = os.fork()
+            if not child:
+                save_and_die(run, step, point)
+            status = os.waitpid(child, 0)[1]
+            assert status in (0, signal.SIGKILL), status
+            found = list_checkpoints(run / "checkpoints")
+            assert all(map(is_sound, found)) and found, (step, point, found)
+            assert latest_checkpoint(run).name[:11] in ("step-000002", f"step-{step:06d}"), (step, point, found)
+            save(run, step)
+            left_over = sorted(path.name for path in (run / "checkpoints").iterdir())
+            names = ["best", "step-000001", "step-000002"] if step == 2 else ["best", "step-000002", "step-000003"]
+            assert left_over == names, (step, point, left_over)
+            shutil.rmtree(run)
+            point += 1
+        print(point, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kill_at_every_point_of_save_keeps_a_sound_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_AT_EVERY_POINT), str(tmp_path)]
+    with ForkedProcess(command, env=subprocess_environment()) as process:
+        output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    points = [int(line) for line in output.split()]
+    assert len(points) == 2 and min(points) > 20, points  # places where a child was killed, and one where it was not
 
 
 def test_unwritable_directory_is_an_error(tmp_path: Path) -> None:

@@ -323,4 +323,6 @@ def test_out_of_memory_and_full_disk_are_explained() -> None:
     disk = explain_error(OSError(errno.ENOSPC, "No space left on device", "runs/a"))
     assert disk is not None
     assert "disk is full" in disk and "runs/a" in disk
+    locked = explain_error(OSError(errno.EROFS, "Read-only file system", "runs/a/report.html"))
+    assert locked is not None and "runs/a/report.html" in locked and "TM1250" in locked
     assert explain_error(ValueError("other")) is None

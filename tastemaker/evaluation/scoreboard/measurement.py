@@ -21,6 +21,7 @@ from ...config.dump import dataclass_to_dict, to_plain
 from ...config.registries import SEARCHES
 from ...config.schema import RunConfig
 from ...core.registry import ConfigError
+from ...core.safe_files import read_json
 from ...core.weights import FrozenCopyWeights
 from ...models.weight_files import shipped_weights_path
 from ...playground.network_files import TINY
@@ -241,7 +242,7 @@ def evaluate_run(bench: Bench, job: ScoreboardJob, run: Run, run_dir: Path) -> d
     folder = run_dir / "evaluations" / benchmark.name
     for _ in evaluate(benchmark, sample_fn, scorer, folder, job.key, batch_size):
         pass
-    report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(folder / REPORT)
     kept = ("benchmark", "prompts", "images", *COST_FIELDS, "scores", "frechet", "diversity")
     return {
         **{key: report[key] for key in kept if key in report},

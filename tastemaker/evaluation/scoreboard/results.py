@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.output_paths import write_text_atomically
 from ...core.registry import ConfigError
+from ...core.safe_files import read_json
 from ...report.charts import downsample_curve
 from ...report.run_record import Curve, RunRecord
 from ..evaluate import SCORES, read_jsonl
@@ -122,7 +123,7 @@ def split_results(out: Path) -> None:
 
 def _read_json(path: Path) -> Result:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as results ({error}); remove the file and run the bench again [TM653]"

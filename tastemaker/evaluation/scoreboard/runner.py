@@ -21,7 +21,8 @@ from rich.console import Console
 from ...console import format_remaining
 from ...core import output_paths
 from ...core.errors import TrainingError
-from ...core.registry import IMPORTED_MODULES, ConfigError
+from ...core.registry import IMPORTED_MODULES, ConfigError, subprocess_path
+from ...core.safe_files import read_json
 from . import results
 from .measurement import Bench, MeasurementInterrupted, run_measurement
 from .page import write_scoreboard
@@ -120,7 +121,7 @@ def claim_directory(options: BenchOptions) -> None:
         "overrides": list(bench.overrides),
     }
     if file.is_file():
-        existing = json.loads(file.read_text(encoding="utf-8"))
+        existing = read_json(file)
         if existing != settings:
             raise ConfigError(
                 f"--out: {bench.out} already contains a bench of {existing}, not of {settings}; choose another "
@@ -303,12 +304,12 @@ class WorkerProcess:
         threads = str(max(1, (os.cpu_count() or 1) // self._options.jobs))
         imports = [f"--import={name}" for name in IMPORTED_MODULES]
         return subprocess.Popen(
-            [sys.executable, "-m", "tastemaker", *imports, *worker_arguments(self._options)],
+            [sys.executable, "-P", "-m", "tastemaker", *imports, *worker_arguments(self._options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={"OMP_NUM_THREADS": threads, **os.environ},
+            env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": subprocess_path()},
         )
 
     def stop(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from ...core.distributions import Categorical
 from ...core.guidance import batch_conditions
 from ...core.policy import Backbone, Guidance, Process
 from ...core.registry import ConfigError
+from ...core.safe_files import read_json
 from ...core.types import Condition, Corrupted, Metadata, Placement, Prompts
 from ...processes.masked import MaskedProcess
 from .. import loading
@@ -269,7 +269,7 @@ def infer_showo_spec(name: str) -> ShowoSpec | None:
         size = 512 if "512" in name else 256
         return ShowoSpec(name, image_size=size, vision_encoder=CLIP.hub if "clip" in name else None)
     try:
-        config: Any = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config: Any = read_json(Path(name).expanduser() / "config.json")
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict) or config.get("_class_name") != "Showo":

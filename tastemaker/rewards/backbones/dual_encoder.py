@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.registry import ConfigError
-from ...core.reward import CachedImageReward
+from ...core.reward import CachedImageReward, ImageTextTower, TowerFeatures
+from ...core.safe_files import read_json_object
 from ...core.types import Placement, Prompts
 from ...models.pretrained import WeightsSource, find_weights, load_state_dict
 from . import open_clip
@@ -83,7 +84,7 @@ class CosineHead:
         return logits.sigmoid() if self.sigmoid else logits
 
 
-class DualEncoderScorer(CachedImageReward):
+class DualEncoderScorer(CachedImageReward, ImageTextTower):
     """Scores by the cosine between the image and text features of a frozen network."""
 
     def __init__(self, net: Any, preprocess: Callable[[Tensor], Inputs], tokenize: Tokenize, head: CosineHead) -> None:
@@ -99,8 +100,29 @@ class DualEncoderScorer(CachedImageReward):
     def score_features(self, features: Tensor, prompts: Prompts) -> Tensor:
         return self.head((features * self.text_features(prompts)).sum(1))
 
+    def tower(self) -> ImageTextTower:
+        return self
+
+    def encode(self, pixels: Tensor, prompts: Prompts) -> TowerFeatures:
+        inputs = self.preprocess(pixels[:, 0])
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.net.dtype)
+        output = self.net.get_image_features(**inputs)
+        image, text = normalize_features(output.pooler_output), self.text_features(prompts)
+        return TowerFeatures(image, text.to(image), (token_map(output.last_hidden_state),))
+
     def _encode_texts(self, texts: list[str]) -> Tensor:
         return normalize_features(self.net.get_text_features(**self.tokenize(texts, self.net.device)).pooler_output)
+
+
+def token_map(tokens: Tensor) -> Tensor:
+    """Tokens [B, N, C] of a vision transformer as a map [B, C, h, w], without its class token.
+
+    Tokens of images that are not square become one row.
+    """
+    side = math.isqrt(tokens.shape[1])
+    patches = tokens[:, tokens.shape[1] - side * side :] if tokens.shape[1] - side * side <= 1 else tokens
+    height = side if patches.shape[1] == side * side else 1
+    return patches.transpose(1, 2).reshape(len(patches), patches.shape[2], height, -1).float()
 
 
 def normalize_features(features: Tensor) -> Tensor:
@@ -196,7 +218,7 @@ def _read_model_config(path: Path) -> Any:
     if model_type not in MODEL_CLASSES:
         content = f"a '{model_type}'" if model_type else "no config.json with a model type"
         raise ConfigError(f"{folder} contains {content}; give the folder of one of {', '.join(MODEL_CLASSES)} [TM352]")
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _default_preprocessing(path: Path, model_type: str, image_size: int) -> Preprocessing:
@@ -226,7 +248,7 @@ def _folder(path: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        return read_json_object(path) if path.is_file() else {}
     except ValueError as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); download the file again [TM354]") from error
 

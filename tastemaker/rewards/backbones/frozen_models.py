@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ...core.registry import ConfigError
 from ...core.reward import TINY as TINY
+from ...core.safe_files import read_json
 from ...core.types import Placement
 from ...models.pretrained import load_state_dict
 
@@ -24,7 +24,7 @@ ROPE_FREQUENCIES = "inv_freq"  # transformers' name of the buffer
 def read_config(path: Path) -> dict[str, Any]:
     """The contents of a folder's config.json."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} does not have a readable config.json; give a folder in the layout of the hub [TM355]"

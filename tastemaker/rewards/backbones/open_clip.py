@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.registry import ConfigError
+from ...core.safe_files import read_json
 
 MARKER = "visual.conv1.weight"  # a key that only this layout has
 SETTINGS = "open_clip_config.json"  # beside the weights in open_clip's repositories
@@ -121,7 +121,7 @@ def read_settings(folder: Path) -> OpenClipSettings | None:
     if not path.is_file():
         return None
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
         model = settings.get("model_cfg", settings)
         vision, text = (model[name] for name in ("vision_cfg", "text_cfg"))
         heads = int(vision["width"]) // int(vision.get("head_width", 64)), int(text["heads"])

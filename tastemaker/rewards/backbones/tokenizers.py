@@ -66,7 +66,7 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
         )
     tokenizer_class: Any = {"clip": CLIPTokenizer, "bert": BertTokenizer, "any": AutoTokenizer}[kind]
     try:
-        tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
+        tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from ...core.errors import ConfigError
 from ...core.output_paths import replace_file
+from ...core.safe_files import parse_json
 from ..events import Event, GuardChecked, StepCompleted, TrainingStarted
 
 
@@ -60,8 +62,8 @@ def truncate_after(path: Path, step: int) -> None:
 def _step(line: str) -> float:
     """Return the step of a row; infinity if the row is incomplete."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json(line, "metrics.jsonl")
+    except ConfigError:
         return math.inf
     complete = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
     return int(row["step"]) if complete else math.inf

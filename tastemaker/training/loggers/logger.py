@@ -38,6 +38,9 @@ class LoggerCollection:
         self._loggers = list(loggers)
         self._console = console or make_console(stderr=True)
 
+    def add(self, logger: Logger) -> None:
+        self._loggers.append(logger)
+
     def log(self, event: Event) -> None:
         for logger in list(self._loggers):
             try:

@@ -11,9 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...core.registry import ConfigError
+from ...core.text_layout import truncate_text
 from ...data.image_io import make_contact_sheet, save_image, to_uint8, video_suffix
 from ..events import Event, GuardChecked, SamplesGenerated, TrainingStarted
 from .logger import logged_metrics
+
+MAX_CAPTION_CHARACTERS = 2000
 
 
 class WandbLogger:
@@ -51,7 +54,8 @@ class WandbLogger:
             for index, (pixels, prompt) in enumerate(zip(event.pixels, event.prompts, strict=True)):
                 path = Path(folder) / f"{index:03d}.{suffix}"
                 save_image(pixels, path)
-                clips.append(self._wandb.Video(str(path), caption=prompt, format=suffix))
+                caption = truncate_text(prompt, MAX_CAPTION_CHARACTERS)
+                clips.append(self._wandb.Video(str(path), caption=caption, format=suffix))
             self._run.log({**values, "samples": clips, "step": event.step})  # copies the files
 
     def close(self) -> None:

@@ -1,0 +1,299 @@
+"""The HTTP interface of a reward as a Starlette application: access, limits, deadlines and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..core.reward import RewardError
+from .access import AccessRules
+from .batch_queue import BatchQueue, ScoreList
+from .limits import BudgetExceededError, MemoryBudget, MemoryReservation, ServiceLimits
+from .protocol import OversizedRequestError, ProtocolError, ScoreRequest, decode_request
+
+RETRY_AFTER = 1  # seconds
+DRAIN_TIMEOUT = 2.0  # seconds for the rest of a request that is answered before it is complete
+NUM_DECODERS = 2  # threads
+SMALL_BYTES = 2**20  # of a request that is decoded in the thread of the server
+
+
+class NotSmallError(Exception):
+    """A request that needs a thread of its own to be decoded."""
+
+
+@dataclass(eq=False)
+class RewardService:
+    """A reward behind HTTP, with its token, limits and what is in progress."""
+
+    batch_queue: BatchQueue
+    description: Mapping[str, Any]  # the response of /version
+    token: str = ""  # no token is required if empty
+    limits: ServiceLimits = ServiceLimits()
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header besides those of this machine; "*" allows any
+    on_error: Callable[[str], None] = lambda text: None  # called with the message of each failed request
+    num_requests: int = field(default=0, init=False)
+    num_receiving: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = MemoryBudget(self.limits.max_total_bytes)
+        self.decoders = ThreadPoolExecutor(NUM_DECODERS, "reward-decoders")
+
+    async def score(self, request: Request) -> ScoreList:
+        """Receive, decode and score one request. Refusals are `HTTPException`s."""
+        reservation = MemoryReservation(self.budget)
+        future = None
+        try:
+            with self._count_receiving():
+                body = await self._receive(request, reservation)
+            with self._count_request():
+                deadline = time.monotonic() + self.limits.answer_timeout
+                decoded = await self._decode(request.headers.get("content-type", ""), body, reservation)
+                reservation.shrink(len(body))
+                del body
+                future = self.batch_queue.submit(decoded, reservation.release)
+                del decoded
+                return await wait_for_scores(asyncio.wrap_future(future), request, deadline)
+        except BudgetExceededError as error:
+            if error.needed > self.budget.total:
+                raise HTTPException(
+                    413,
+                    f"the request needs {error.needed} bytes while it is decoded, but all requests together may use "
+                    f"{self.budget.total}; send fewer samples per request [TM1028]",
+                ) from None
+            raise HTTPException(
+                429,
+                f"the requests in progress occupy {self.budget.used} of {self.budget.total} bytes; try again later, or "
+                "start the server with a larger --max-total-mb [TM1011]",
+                {"Retry-After": str(RETRY_AFTER)},
+            ) from None
+        finally:
+            if future is None:  # otherwise the queue releases it
+                reservation.release()
+
+    @contextmanager
+    def _count_receiving(self) -> Iterator[None]:
+        if self.num_receiving >= self.limits.max_receiving:
+            raise HTTPException(
+                429,
+                f"{self.num_receiving} requests are being received; try again later [TM1012]",
+                {"Retry-After": str(RETRY_AFTER)},
+            )
+        self.num_receiving += 1
+        try:
+            yield
+        finally:
+            self.num_receiving -= 1
+
+    @contextmanager
+    def _count_request(self) -> Iterator[None]:
+        """Take a place in the queue, which only a request that has arrived gets."""
+        if self.num_requests >= self.limits.max_requests:
+            raise HTTPException(
+                429,
+                f"{self.num_requests} requests are pending; try again later, or start the server with a larger "
+                "--queue-size [TM1013]",
+                {"Retry-After": str(RETRY_AFTER)},
+            )
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+    async def _receive(self, request: Request, reservation: MemoryReservation) -> bytes:
+        """Return the body. Each part is reserved when it arrives, so that a slow request holds what it has sent."""
+        length, max_bytes = request.headers.get("content-length"), self.limits.max_bytes
+        if length is None and "transfer-encoding" not in request.headers:
+            raise HTTPException(411, "the length of the request is unknown; add a Content-Length header [TM1014]")
+        file = io.BytesIO()
+        too_large = int(length or 0) > max_bytes
+        try:
+            async with asyncio.timeout(self.limits.receive_timeout):
+                chunks = request.stream()
+                while not too_large and (chunk := await anext(chunks, None)) is not None:
+                    reservation.grow(len(chunk))
+                    file.write(chunk)
+                    too_large = file.tell() > max_bytes
+        except TimeoutError:
+            raise HTTPException(
+                408,
+                f"the request did not arrive within {self.limits.receive_timeout:g} seconds; send smaller requests, "
+                "or start the server with a larger --receive-timeout [TM1015]",
+                {"Connection": "close"},
+            ) from None
+        if too_large:
+            raise HTTPException(
+                413,
+                f"the request has {length or 'too many'} bytes, but the limit is {max_bytes}; send fewer samples per "
+                "request [TM1016]",
+            )
+        return file.getvalue()
+
+    async def _decode(self, content_type: str, body: bytes, reservation: MemoryReservation) -> ScoreRequest:
+        content_type = content_type.partition(";")[0].strip().lower()
+        size_before = reservation.size
+
+        def reserve_small(size: int) -> None:
+            if size > SMALL_BYTES:
+                raise NotSmallError
+            reservation.grow(size)
+
+        try:
+            if len(body) <= SMALL_BYTES:  # not worth another thread, unless it decompresses to more
+                with suppress(NotSmallError):
+                    return decode_request(content_type, body, self.limits.max_bytes, reserve_small)
+                reservation.shrink(reservation.size - size_before)
+            work = (content_type, body, self.limits.max_bytes, reservation.grow)
+            return await asyncio.get_running_loop().run_in_executor(self.decoders, decode_request, *work)
+        except OversizedRequestError as error:
+            raise HTTPException(413, str(error)) from error
+        except ProtocolError as error:
+            raise HTTPException(400, str(error)) from error
+
+
+async def wait_for_scores(scores: asyncio.Future[ScoreList], request: Request, deadline: float) -> ScoreList:
+    """Wait for the scores until the deadline, or until the client leaves. Otherwise the request is cancelled."""
+    disconnect = asyncio.ensure_future(request.receive())  # of a complete request, this returns when the client leaves
+    try:
+        timeout = deadline - time.monotonic()
+        await asyncio.wait((scores, disconnect), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if scores.done():
+            return scores.result()
+    except asyncio.CancelledError:  # when a stopped server waits no longer
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+        raise HTTPException(
+            503, "the server was stopped; try again later [TM1017]", {"Retry-After": str(RETRY_AFTER)}
+        ) from None
+    finally:
+        disconnect.cancel()
+        scores.cancel()  # does nothing if they are done
+    if disconnect.done() and not disconnect.cancelled():
+        raise ClientDisconnect
+    raise HTTPException(
+        504,
+        "the request was not scored in time; send fewer samples per request, or start the server with a larger "
+        "--answer-timeout [TM1018]",
+    )
+
+
+# HTTP
+
+
+def create_app(service: RewardService) -> Starlette:
+    """Create the application of a reward: `/health`, `/version` and `/score`."""
+
+    async def answer_health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "waiting": service.batch_queue.num_pending()})
+
+    async def answer_version(request: Request) -> Response:
+        return JSONResponse({**service.description, "limit": service.limits.max_bytes})
+
+    async def answer_score(request: Request) -> Response:
+        try:
+            return JSONResponse({"scores": await service.score(request)})
+        except RewardError as error:
+            service.on_error(str(error))
+            return JSONResponse({"error": str(error)}, 422)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    async def answer_refusal(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = error.detail
+        if error.status_code in (404, 405):
+            message = (
+                f"unknown request {request.method:.10} {request.url.path:.60}; send GET to /health or /version, or "
+                "POST to /score [TM1019]"
+            )
+        return JSONResponse({"error": message}, error.status_code, error.headers)
+
+    async def answer_failure(request: Request, error: Exception) -> Response:
+        service.on_error(f"{type(error).__name__}: {error}")
+        return JSONResponse({"error": "the server failed; its console says more [TM1020]"}, 500)
+
+    app = Starlette(
+        routes=[
+            Route("/health", answer_health),
+            Route("/version", answer_version),
+            Route("/score", answer_score, methods=["POST"]),
+        ],
+        middleware=[Middleware(DrainMiddleware), Middleware(AccessMiddleware, service=service)],
+        exception_handlers={HTTPException: answer_refusal, Exception: answer_failure},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class DrainMiddleware:
+    """Reads the rest of a request that is answered early, because a client that is still sending sees a closed
+    connection instead of the answer. The complete answer is sent before."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        complete = False
+
+        async def receive_and_note() -> Message:
+            nonlocal complete
+            message = await receive()
+            complete = complete or not message.get("more_body", False)
+            return message
+
+        async def send_and_drain(message: Message) -> None:
+            if complete or message["type"] != "http.response.body" or message.get("more_body", False):
+                return await send(message)
+            await send({**message, "more_body": True})
+            try:
+                async with asyncio.timeout(DRAIN_TIMEOUT):
+                    while not complete:
+                        await receive_and_note()
+            except TimeoutError:
+                pass  # the connection is closed by its own timeout
+            return await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self.app(scope, receive_and_note, send_and_drain)
+
+
+class AccessMiddleware:
+    """Refuses foreign hosts and origins, and requests without the token. `/health` needs no token."""
+
+    def __init__(self, app: ASGIApp, service: RewardService) -> None:
+        self.app, self.rules = app, AccessRules(service.allowed_hosts, service.token)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._find_refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self.app)(scope, receive, send)
+
+    def _find_refusal(self, scope: Scope) -> Response | None:
+        request = Request(scope)
+        host, origins = request.headers.get("host", ""), request.headers.getlist("origin")
+        if not self.rules.is_own_host(host, scope):
+            error = f"the host '{host:.60}' is not a name of this server; start it with --allowed-host NAME [TM1021]"
+            return JSONResponse({"error": error}, 403)
+        if not self.rules.is_own_origin(origins, host):
+            error = "requests from web pages of other origins are refused; use a client without a browser [TM1022]"
+            return JSONResponse({"error": error}, 403)
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if request.url.path != "/health" and not self.rules.is_token(token):
+            error = (
+                "the token is missing or wrong; send the header 'Authorization: Bearer ...' with the token of the "
+                "server [TM1023]"
+            )
+            return JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
+        return None

@@ -1,0 +1,267 @@
+"""One owner per run directory: a second process that would train in it is refused. Readers need no lock.
+
+The lock is `run.lock` in the directory, held by `flock`, which the kernel releases when the process ends, however it
+ends. The file names the owner. Where `flock` is missing or does not reach other machines, as on some shared file
+systems, the record counts as alive as long as its time of modification, the heartbeat, is recent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..core.errors import explain_error
+from ..core.output_paths import check_output_directory
+from ..core.registry import ConfigError
+
+if TYPE_CHECKING:
+    from ..core.objective import Comm
+
+try:
+    import fcntl
+except ImportError:  # Windows: the record alone counts
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = "run.lock"
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 120.0  # an owner on another machine without a heartbeat for so long is dead
+SETTLE_SECONDS = 1.0
+FORK_SECONDS = 5.0  # within which a forked process has closed the lock file of its killed parent
+MAX_RECORD_BYTES = 4096
+NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+_held: dict[tuple[Path, int], RunLock] = {}  # by directory and thread
+
+
+@dataclass(frozen=True)
+class RunOwner:
+    """The process that trains in a run directory, or the one that did so last and was killed."""
+
+    host: str
+    pid: int
+    started: str  # ISO 8601, UTC
+    machine: str  # changes when the machine starts again
+    process: str  # pid namespace and start time, which tell a new process of the same pid from the old one
+    heartbeat: float = field(default=0.0, compare=False)  # seconds since 1970 when it was last known to be alive
+    alive: bool = field(default=True, compare=False)
+
+    def __str__(self) -> str:
+        since = self.started.replace("T", " ").replace("+00:00", " UTC")
+        return f"process {self.pid} on {self.host} (since {since})"
+
+
+def describe_process(pid: int) -> str:
+    """Return the namespace and the start time of a process; empty if it does not exist or the system has no /proc."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{namespace} {fields[18]}" if state not in "ZX" else ""  # a zombie holds nothing
+    except (OSError, IndexError, ValueError):
+        return ""
+
+
+def describe_machine() -> str:
+    """Return the id of this boot of this machine, or its name where the system has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def read_owner(directory: Path) -> RunOwner | None:
+    """Return who trains in a run directory, with `alive`; None if nobody does or the last owner ended normally.
+
+    Reads one small file and takes no lock, so that any program may ask at any time.
+    """
+    try:
+        with (directory / LOCK_FILE).open("rb") as file:
+            return _read_record(file)
+    except OSError:
+        return None
+
+
+def _read_record(file: IO[bytes]) -> RunOwner | None:
+    """Return the owner in an open lock file; None if none is written, as in the moment before it is."""
+    try:
+        file.seek(0)
+        record = TypeAdapter(dict[str, str | int]).validate_json(file.read(MAX_RECORD_BYTES))
+        heartbeat = os.fstat(file.fileno()).st_mtime
+        values = {"heartbeat": heartbeat, "alive": True}
+        owner: RunOwner = TypeAdapter(RunOwner).validate_python({**record, **values})
+    except (OSError, ValidationError, RecursionError):
+        return None
+    return RunOwner(**{**asdict(owner), "alive": _is_alive(owner)})
+
+
+def _is_alive(owner: RunOwner) -> bool:
+    """Whether a process exists, if it would be visible here; otherwise whether its heartbeat is recent."""
+    here = describe_process(os.getpid()).partition(" ")[0]
+    if owner.machine == describe_machine() and here and owner.process.partition(" ")[0] == here:
+        return describe_process(owner.pid) == owner.process
+    return time.time() - owner.heartbeat < STALE_SECONDS
+
+
+class RunLock:
+    """The lock of a run directory, from `acquire` to `release` or the end of the process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.path = directory, directory / LOCK_FILE
+        self.owner_pid = os.getpid()
+        self._file: IO[bytes] | None = None
+        self._created: list[Path] = []  # directories, to be removed if the run leaves them empty
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lock, also from a dead process; raise ConfigError, and change nothing, if another process has it."""
+        check_output_directory(self.directory, "output_dir")
+        self._created = [each for each in (self.directory, *self.directory.parents) if not each.exists()]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + FORK_SECONDS
+        while self._file is None:
+            file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)
+            try:
+                if self._take(file, time.monotonic() < deadline):
+                    self._file = file
+            finally:
+                if self._file is None:
+                    file.close()
+        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+
+    def _take(self, file: IO[bytes], may_wait: bool) -> bool:
+        """Lock an open file and write the owner into it; False if it is worth another try.
+
+        That is so if its last owner has removed the file meanwhile, and, if `may_wait`, for a moment after the owner
+        was killed: a process that it had just forked holds the file until it has closed it.
+        """
+        works = fcntl is not None
+        try:
+            if works:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _read_record(file)
+            if may_wait and owner is not None and not owner.alive:
+                time.sleep(0.05)
+                return False
+            self._refuse(owner)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            works = False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                previous = _read_record(file)
+                is_here = previous is not None and previous.machine == describe_machine()
+                if previous is not None and previous.alive and not (works and is_here):
+                    self._refuse_elsewhere(previous)
+                record = self._write(file)
+                if not works:
+                    time.sleep(SETTLE_SECONDS)  # of two that start at once, the one that wrote last is the owner
+                    if (written := _read_record(file)) is not None and written != record:
+                        self._refuse_elsewhere(written)
+                return True
+        return False
+
+    def _refuse(self, owner: RunOwner | None) -> None:
+        raise ConfigError(
+            f"{self.directory} is being trained by {owner or 'another process'}; wait until it ends, stop it, or set "
+            "another name=... [TM1100]"
+        )
+
+    def _refuse_elsewhere(self, owner: RunOwner) -> None:
+        age = max(0, round(time.time() - owner.heartbeat))
+        raise ConfigError(
+            f"{self.directory} is being trained by {owner}, whose last sign of life is {age} s old; wait until it "
+            f"ends, stop it, or set another name=...; if it is dead, try again after {STALE_SECONDS:.0f} s without a "
+            f"sign of life, or delete {self.path} [TM1101]"
+        )
+
+    def _write(self, file: IO[bytes]) -> RunOwner:
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        process, pid = describe_process(os.getpid()), os.getpid()
+        record = RunOwner(socket.gethostname(), pid, started, describe_machine(), process)
+        keys = ("host", "pid", "started", "machine", "process")
+        content = TypeAdapter(dict[str, str | int]).dump_json({key: getattr(record, key) for key in keys}, indent=1)
+        file.seek(0)
+        file.truncate()
+        file.write(content + b"\n")
+        os.fsync(file.fileno())
+        return record
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
+            with suppress(OSError, ValueError):
+                if self._file is not None:
+                    os.utime(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file in a forked process; the lock stays with the process that took it."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def release(self) -> None:
+        """Remove the lock file, and the directories that were created for it if they are still empty."""
+        self._released.set()
+        file, self._file = self._file, None
+        if file is None or self.owner_pid != os.getpid():
+            return
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):  # not the file of one who took over
+                self.path.unlink()
+        file.close()
+        for directory in self._created:
+            with suppress(OSError):
+                directory.rmdir()
+
+
+@contextmanager
+def own_run_directory(directory: Path, comm: Comm | None = None) -> Iterator[None]:
+    """Be the one owner of a run directory within the block; raise ConfigError on all ranks if another process is.
+
+    Rank 0 holds the lock for all ranks. A block within a block of the same thread has the lock already.
+    """
+    from ..core.objective import SingleProcess  # it imports torch, which readers of the lock do without
+
+    comm, key = comm or SingleProcess(), (directory.resolve(), threading.get_ident())
+    if key in _held:
+        yield
+        return
+    lock, problem = RunLock(directory), None
+    try:
+        if comm.rank == 0:
+            lock.acquire()
+    except ConfigError as error:
+        problem = str(error)
+    except OSError as error:
+        cause = explain_error(error) or f"{error.filename or directory} cannot be written ({error.strerror or error})"
+        problem = f"the directory of the run cannot be locked: {cause}; choose another output_dir [TM1102]"
+    problems = comm.gather_objects([problem] if problem else [])
+    if problems:
+        raise ConfigError(problems[0])
+    _held[key] = lock
+    try:
+        yield
+    finally:
+        _held.pop(key, None)
+        lock.release()
+
+
+def _close_after_fork() -> None:
+    # A forked process, such as a data worker, would keep the lock after its parent was killed.
+    for lock in _held.values():
+        lock.close()
+    _held.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,0 +1,78 @@
+"""Alignment to votes: the run it configures, the blind evaluation, and that a simulated person likes the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from painted_votes import write_painted_votes, write_votes
+from rich.console import Console
+
+import tastemaker as tm
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.data.image_io import read_image
+from tastemaker.playground.captions import sample_split_captions
+from tastemaker.playground.simulated_people import PEOPLE
+from tastemaker.preferences.alignment import (
+    AlignmentOptions,
+    build_model_config,
+    choose_unseen_prompts,
+    claim_directory,
+    same_sampler,
+)
+from tastemaker.search.generation import resolve_source
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def votes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_painted_votes(tmp_path_factory.mktemp("votes"), prompts=12, votes=30)
+
+
+def test_every_method_configures_a_valid_run(votes: Path, tmp_path: Path) -> None:
+    base, _ = resolve_source("playground-flow16", (), console=QUIET)
+    for method in ("reward_gradient", "grpo", "nft", "dpo"):
+        options = AlignmentOptions(votes, "playground-flow16", tmp_path, method, ("steps=8",))  # type: ignore[arg-type]
+        config = build_model_config(options, base)
+        learned = config.rewards.get("preference")
+        assert (learned is None) == (method == "dpo")
+        content = [name for name, reward in config.rewards.items() if reward.weight and name != "preference"]
+        assert bool(content) == (method != "dpo")  # the content is kept by a reward beside the learned one
+        assert any(reward.held_out for reward in config.rewards.values()) and config.guard.every == 2
+        assert bool(same_sampler(base, config)) == (method in ("grpo", "nft"))
+        prompts = choose_unseen_prompts(options, config)
+        voted = {json.loads(line)["prompt"] for line in votes.read_text().splitlines()}
+        assert len(prompts) == 30 and not voted & set(prompts)
+
+
+def test_directory_belongs_to_one_alignment(votes: Path, tmp_path: Path) -> None:
+    claim_directory(AlignmentOptions(votes, "playground-flow16", tmp_path))
+    claim_directory(AlignmentOptions(votes, "playground-flow16", tmp_path))  # again: it resumes
+    with pytest.raises(ConfigError, match="TM1321"):
+        claim_directory(AlignmentOptions(votes, "playground-flow16", tmp_path, "dpo"))
+
+
+@pytest.mark.slow
+def test_aligned_model_pleases_the_person_on_unseen_prompts(tmp_path: Path) -> None:
+    captions = sample_split_captions(Randomness(5, 0, torch.arange(22)), "train")
+    prompts = list(dict.fromkeys(captions.texts()))
+    files = tm.generate("reward-gradient-playground", prompts, out=tmp_path / "samples", count=4, console=QUIET)
+    texts = [prompt for prompt in prompts for _ in range(4)]
+    votes = write_votes(tmp_path / "votes.jsonl", "large_and_warm", files, texts, 60)
+    settings = ["steps=12", "batch.prompts=24", "guard.prompts=4", "sample.every=0"]
+    options = {"out": tmp_path / "aligned", "num_prompts": 20, "seeds": (0, 1), "console": QUIET}
+    aligned = tm.align(votes, "reward-gradient-playground", settings, **options)  # type: ignore[arg-type]
+    assert aligned.completed and aligned.session is not None and "it predicts" in aligned.summary
+    session, person = aligned.session, PEOPLE["large_and_warm"]
+    pairs = [(k, seed) for k in range(20) for seed in session.seeds]
+    unseen = [session.prompts[k] for k, _ in pairs]
+    before, after = (
+        person.rate(torch.stack([read_image(session.find_sample(i, *p))[:1] for p in pairs]), unseen) for i in (0, 1)
+    )
+    assert (after > before).float().mean() > 0.65
+    again = tm.align(votes, "reward-gradient-playground", settings, **options)  # type: ignore[arg-type]
+    assert again.completed and again.run == aligned.run  # everything is done, so nothing is done again

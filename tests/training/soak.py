@@ -1,0 +1,177 @@
+"""A run of two ranks with a remote reward, and faults that are injected while it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fork_server import ForkedProcess
+from launch_ranks import HERE, environments
+
+PATIENCE = 300.0  # seconds for anything else that is awaited
+LONGEST_RUN = 7200.0  # seconds of a run that nothing disturbs
+RESTARTS = ("reward", "kill", "disk", "terminate")  # faults that end the run; the same command resumes it
+FAULTS = ("stop", "server", *RESTARTS)
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class RewardServer:
+    """`tastemaker serve-reward` on a port that survives its restarts."""
+
+    folder: Path
+    port: int = field(default_factory=find_free_port)
+    process: ForkedProcess | None = None
+
+    def start(self) -> None:
+        command = ["-m", "tastemaker", "serve-reward", "color", "--port", str(self.port)]
+        self.process = ForkedProcess([sys.executable, *command], env=environments(1)[0], cwd=self.folder)
+        wait_until(self._accepts)
+
+    def _accepts(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate(PATIENCE)
+            self.process = None
+
+
+@dataclass
+class SoakedRun:
+    """Two ranks that train, and the faults that they suffer."""
+
+    directory: Path
+    server: RewardServer
+    settings: Sequence[str]
+    slow_disk: float = 0.0  # seconds that a write takes at most
+    seed: int = 0
+    ranks: list[ForkedProcess] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # of injected faults
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.faults = self.directory.parent / f"{self.directory.name}-faults"
+        self.faults.mkdir(parents=True)
+
+    def start(self) -> None:
+        """Run the command that starts the run and that resumes it."""
+        rewards = (
+            f"rewards.color={{type: remote, url: 'http://127.0.0.1:{self.server.port}', retry_delay: 0.1, "
+            "max_retries: 12}",
+            'rewards.bright={type: "soak_faults:brightness", weight: 0.1}',
+        )
+        where = (f"output_dir={self.directory.parent}", f"name={self.directory.name}")
+        command = ["--import", "soak_faults", "train", "grpo-toy-flow", *where, *rewards, *self.settings]
+        more = {"SOAK_FAULTS": str(self.faults), "SOAK_SLOW_DISK": str(self.slow_disk)}
+        self.ranks = [
+            ForkedProcess(
+                [sys.executable, "-m", "tastemaker", *command],
+                env={**env, **more, "PYTHONPATH": os.pathsep.join([str(HERE), env["PYTHONPATH"]])},
+                cwd=self.directory.parent,
+            )
+            for env in environments(2)
+        ]
+
+    def step(self) -> int:
+        """Return the last step in metrics.jsonl."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        complete = [line for line in lines[-2:] if line.endswith(b"\n")]
+        return int(json.loads(complete[-1])["step"]) if complete else 0
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            ended = [rank for rank in self.ranks if rank.returncode is not None]
+            if ended and self.step() < step:
+                raise AssertionError(f"ended before step {step}: {[rank.communicate(PATIENCE) for rank in self.ranks]}")
+            return self.step() >= step
+
+        wait_until(reached)
+
+    def wait_for_end(self) -> list[int]:
+        """Return the exit codes of all ranks; if one does not end, fail with the stacks of its threads."""
+        end = time.monotonic() + PATIENCE
+        while running := [rank for rank in self.ranks if rank.returncode is None]:
+            if time.monotonic() > end:
+                for rank in running:
+                    rank.send_signal(signal.SIGUSR1)
+                time.sleep(2)
+                raise AssertionError("\n".join(Path(rank.errors.name).read_text()[-8000:] for rank in running))
+            time.sleep(0.02)
+        for rank in self.ranks:
+            rank.communicate(PATIENCE)
+        return [int(rank.returncode or 0) for rank in self.ranks]
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def finish(self) -> None:
+        messages = [rank.communicate(LONGEST_RUN)[1] for rank in self.ranks]
+        assert [rank.returncode for rank in self.ranks] == [0, 0], messages
+
+    def inject(self, fault: str) -> None:
+        """Inject a fault; if it ends the run, resume it by the same command."""
+        self.counts[fault] = self.counts.get(fault, 0) + 1
+        rank = self.rng.choice(self.ranks)
+        if fault == "stop":
+            rank.send_signal(signal.SIGSTOP)
+            time.sleep(self.rng.uniform(0.1, 1.0))
+            rank.send_signal(signal.SIGCONT)
+        elif fault == "server":
+            self.server.kill()
+            time.sleep(self.rng.uniform(0.0, 0.5))
+            self.server.start()
+        elif fault in ("kill", "terminate"):
+            time.sleep(self.rng.uniform(0.0, 0.1))
+            rank.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGTERM)
+        else:
+            (self.faults / fault).touch()
+        if fault in RESTARTS:
+            codes = self.wait_for_end()
+            expected = codes == [130, 130] if fault == "terminate" else any(codes) and 130 not in codes
+            assert expected, f"exit codes {codes} after the fault '{fault}'"
+            self.start()
+
+
+def wait_until(happened: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < end, "what was awaited did not happen"
+        time.sleep(0.02)
+
+
+def schedule_faults(count: int, steps: int, seed: int) -> list[tuple[int, str]]:
+    """Return so many faults at random steps in order; every kind occurs if there are enough."""
+    rng = random.Random(seed)
+    kinds = [FAULTS[i % len(FAULTS)] for i in range(count)]
+    rng.shuffle(kinds)
+    return sorted(zip(sorted(rng.sample(range(2, steps - 5), count)), kinds, strict=True))
+
+
+def read_curve(directory: Path) -> list[dict[str, Any]]:
+    """Return the metrics of every step, without times."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: x for k, x in row.items() if not k.startswith("time/") and "per_second" not in k} for row in rows]
+
+
+def read_final_files(directory: Path, step: int) -> dict[str, bytes]:
+    checkpoint = directory / f"checkpoints/step-{step:06d}"
+    return {str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*.safetensors")}
