@@ -19,6 +19,9 @@ from ..core.errors import TrainingError
 from ..core.objective import Comm, SingleProcess
 
 BUCKET_ELEMENTS = 1 << 25  # gradient elements in one all-reduce
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+RENDEZVOUS_VARIABLE = "TASTEMAKER_RENDEZVOUS_SECONDS"
+RENDEZVOUS_SECONDS = 600.0  # all ranks have to join within this time
 
 
 class CollectiveComm(Comm, Protocol):
@@ -91,7 +94,8 @@ def is_launched() -> bool:
 def init_process_group(device: torch.device, *, always: bool = False) -> tuple[CollectiveComm, bool]:
     """Return the communicator of this process, and whether this call created the process group.
 
-    A process without torchrun has none, or with `always` a group of its own.
+    A process without torchrun has none, or with `always` a group of its own. Raises TrainingError if not all ranks join
+    within TASTEMAKER_RENDEZVOUS_SECONDS, 10 minutes by default.
     """
     if not is_launched() and not always:
         return SingleProcess(), False
@@ -102,7 +106,17 @@ def init_process_group(device: torch.device, *, always: bool = False) -> tuple[C
         one_rank: dict[str, Any] = {}
         if not is_launched():
             one_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-        dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device_id, **one_rank)
+        # A short timeout until all ranks have joined: without torchrun, nobody else notices that one of them died.
+        seconds = float(os.environ.get(RENDEZVOUS_VARIABLE, RENDEZVOUS_SECONDS))
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device_id, **one_rank)
+            dist.group.WORLD.set_timeout(COLLECTIVE_TIMEOUT)  # type: ignore[union-attr]
+        except (dist.DistError, RuntimeError) as error:
+            raise TrainingError(
+                f"rank {get_rank()} of {os.environ.get('WORLD_SIZE', '1')} could not join the other ranks: "
+                f"{str(error).splitlines()[0]}; look for the error of the rank that is missing, or, if the ranks start "
+                f"more than {seconds:.0f} s apart, set {RENDEZVOUS_VARIABLE} to a longer time [TM1640]"
+            ) from error
     return DistributedComm(dist.get_rank(), dist.get_world_size(), device), started
 
 

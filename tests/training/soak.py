@@ -18,6 +18,7 @@ from fork_server import ForkedProcess
 from launch_ranks import HERE, environments
 
 PATIENCE = 300.0  # seconds for anything else that is awaited
+RENDEZVOUS = "30"  # seconds within which the ranks join; a fault may hit one of them before
 LONGEST_RUN = 7200.0  # seconds of a run that nothing disturbs
 RESTARTS = ("reward", "kill", "disk", "terminate")  # faults that end the run; the same command resumes it
 FAULTS = ("stop", "server", *RESTARTS)
@@ -64,6 +65,7 @@ class SoakedRun:
     seed: int = 0
     ranks: list[ForkedProcess] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # of injected faults
+    metrics_before: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -80,6 +82,8 @@ class SoakedRun:
         where = (f"output_dir={self.directory.parent}", f"name={self.directory.name}")
         command = ["--import", "soak_faults", "train", "grpo-toy-flow", *where, *rewards, *self.settings]
         more = {"SOAK_FAULTS": str(self.faults), "SOAK_SLOW_DISK": str(self.slow_disk)}
+        more["TASTEMAKER_RENDEZVOUS_SECONDS"] = RENDEZVOUS
+        self.metrics_before = self._stat_metrics()
         self.ranks = [
             ForkedProcess(
                 [sys.executable, "-m", "tastemaker", *command],
@@ -89,8 +93,16 @@ class SoakedRun:
             for env in environments(2)
         ]
 
+    def _stat_metrics(self) -> tuple[int, int]:
+        path = self.directory / "metrics.jsonl"
+        return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else (0, 0)
+
+    def has_joined(self) -> bool:
+        """Whether the ranks have joined since the last start: then they resume, which changes metrics.jsonl."""
+        return self._stat_metrics() != self.metrics_before
+
     def step(self) -> int:
-        """Return the last step in metrics.jsonl."""
+        """Return the last step in metrics.jsonl; until a resumed run has joined, that of the run before."""
         path = self.directory / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         complete = [line for line in lines[-2:] if line.endswith(b"\n")]
@@ -130,7 +142,7 @@ class SoakedRun:
     def inject(self, fault: str) -> None:
         """Inject a fault; if it ends the run, resume it by the same command."""
         self.counts[fault] = self.counts.get(fault, 0) + 1
-        rank = self.rng.choice(self.ranks)
+        rank, joined = self.rng.choice(self.ranks), self.has_joined()
         if fault == "stop":
             rank.send_signal(signal.SIGSTOP)
             time.sleep(self.rng.uniform(0.1, 1.0))
@@ -146,7 +158,11 @@ class SoakedRun:
             (self.faults / fault).touch()
         if fault in RESTARTS:
             codes = self.wait_for_end()
-            expected = codes == [130, 130] if fault == "terminate" else any(codes) and 130 not in codes
+            # Ranks that have joined agree to stop and save; before, the other one misses its peer.
+            if fault == "terminate":
+                expected = codes == [130, 130] if joined else 0 not in codes
+            else:
+                expected = any(codes) and 130 not in codes
             assert expected, f"exit codes {codes} after the fault '{fault}'"
             self.start()
 

@@ -2,11 +2,12 @@
 
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch_ranks import Process, finish, launch
+from launch_ranks import Process, environments, finish, launch, start
 from safetensors.torch import load_file
 
 from tastemaker.training import checkpoint
@@ -68,6 +69,14 @@ def test_sigterm_saves_a_checkpoint_and_stops(tmp_path):
     assert process.returncode == 0
     latest = checkpoint.latest_checkpoint(tmp_path)
     assert latest is not None and latest.name == f"step-{int(output):06d}" and int(output) > 0
+
+
+@pytest.mark.ranks
+def test_rank_ends_with_a_message_if_another_one_never_joins(tmp_path):
+    environment = {**environments(2)[0], "TASTEMAKER_RENDEZVOUS_SECONDS": "2"}
+    command = [sys.executable, "-m", "tastemaker", "train", "grpo-toy-flow", f"output_dir={tmp_path}"]
+    errors = start(command, environment).communicate(timeout=60)[1]
+    assert "rank 0 of 2" in errors and "TM1640" in errors
 
 
 @pytest.mark.slow

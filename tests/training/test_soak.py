@@ -43,7 +43,7 @@ def compare_disturbed_with_undisturbed(
     return f"{steps} steps, {disturbed.counts}, {time.monotonic() - started:.0f} s with faults"
 
 
-@pytest.mark.long  # not in CI while a rank may wait for its dead peer after some faults, see docs/reliability.md
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_disturbed_run_equals_the_undisturbed_one(tmp_path):
     compare_disturbed_with_undisturbed(tmp_path, 40, len(FAULTS), 5, 0.01, "engine.strategy=fsdp")
