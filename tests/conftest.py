@@ -22,6 +22,9 @@ gc.disable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored. Child processes would inherit that and never stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:  # by nohup, or as for SIGINT
+        signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
