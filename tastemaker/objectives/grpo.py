@@ -21,14 +21,7 @@ from ..core.objective import (
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
 from ..processes.autoregressive import AutoregressiveProcess
-from .advantages import (
-    PromptTracker,
-    combine_advantages,
-    global_advantages,
-    group_advantages,
-    group_mean_advantages,
-    tracked_advantages,
-)
+from .advantages import AdvantageKind, PromptTracker, combine_advantages, relative_advantages
 from .critical_tokens import confidence_weights, find_critical_tokens
 from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
 
@@ -47,7 +40,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     clip_range_high: float | None = None  # upper clip range; clip_range if not given
     kl_coef: float = 0.0
     kl_estimator: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
-    advantage: Literal["group", "group_mean", "global", "tracker"] = "group"
+    # Divided by the standard deviation of the group, of all samples, or (centered, leave_one_out) not at all.
+    advantage: AdvantageKind = "group"
     combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
     advantage_clip: float = 5.0
     unbiased_std: bool = False  # divide the variance of a group by n - 1
@@ -62,7 +56,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.group_size < 1 or (self.group_size < 2 and self.advantage.startswith("group")):
+        if self.group_size < 1 or (self.group_size < 2 and self.advantage not in ("global", "tracker")):
             raise ValueError(
                 "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
                 f"compared with each other, got {self.group_size}; raise 'group_size' [TM304]"
@@ -118,7 +112,15 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
 
         def compute_advantages(reward: Tensor) -> Tensor:
-            return self._advantages(ctx, trajectory.cond.prompts, reward)
+            return relative_advantages(
+                ctx,
+                trajectory.cond.prompts,
+                reward,
+                self.advantage,
+                self.group_size,
+                self.advantage_eps,
+                self.unbiased_std,
+            )
 
         if self.combine == "advantages":
             advantage = combine_advantages(ctx.rubric, scores.rewards, compute_advantages)
@@ -132,16 +134,6 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             segments = tuple(replace(segment, mask=segment.mask * critical) for segment in trajectory.segments)
             trajectory = replace(trajectory, segments=segments)
         return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
-
-    def _advantages(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
-        if self.advantage == "group":
-            return group_advantages(reward, self.group_size, self.unbiased_std, self.advantage_eps)
-        if self.advantage == "tracker":
-            return tracked_advantages(ctx, prompts, reward)
-        all_rewards = ctx.comm.gather(reward)
-        if self.advantage == "group_mean":
-            return group_mean_advantages(reward, self.group_size, all_rewards, self.advantage_eps)
-        return global_advantages(reward, all_rewards, self.advantage_eps)
 
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.metrics(self.group_size)
