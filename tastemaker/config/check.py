@@ -24,6 +24,7 @@ from ..core.types import (
     QuestionAnswerBatch,
 )
 from ..data.toy import ToyImages, ToyPairs
+from ..objectives.elbo_grpo import ElboGRPO
 from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.scored_frames import is_single_frame
@@ -216,6 +217,14 @@ def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
     return objective.find_token_problem(config.process, config.model.shape) if isinstance(objective, GRPO) else None
 
 
+def check_trust_region(config: RunConfig, world_size: int) -> str | None:
+    return config.objective.find_trust_problem(config.process) if isinstance(config.objective, GRPO) else None
+
+
+def check_likelihood_ratio(config: RunConfig, world_size: int) -> str | None:
+    return config.objective.find_process_problem(config.process) if isinstance(config.objective, ElboGRPO) else None
+
+
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
     if config.sample.weights == "ema" and config.ema_decay == 0:
         return (
@@ -338,6 +347,8 @@ RUN_RULES: tuple[Rule, ...] = (
     check_dropout,
     check_prompts_per_rank,
     check_critical_tokens,
+    check_trust_region,
+    check_likelihood_ratio,
     check_sample_size,
     check_sample_steps,
     check_sample_weights,
@@ -350,6 +361,8 @@ TRAINING_RULES = (
     check_dropout,
     check_prompts_per_rank,
     check_critical_tokens,
+    check_trust_region,
+    check_likelihood_ratio,
 )
 AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...] = (
     check_autoencoder_data,

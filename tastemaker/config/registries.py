@@ -76,6 +76,7 @@ OBJECTIVES = Registry(
         "srpo": "tastemaker.objectives.srpo:SRPO",
         "ddpo": "tastemaker.objectives.ddpo:DDPO",
         "grpo": "tastemaker.objectives.grpo:GRPO",
+        "elbo_grpo": "tastemaker.objectives.elbo_grpo:ElboGRPO",
         "teacher_forced_grpo": "tastemaker.objectives.teacher_forced_grpo:TeacherForcedGRPO",
         "dpo": "tastemaker.objectives.dpo:DPO",
         "cca": "tastemaker.objectives.cca:CCA",

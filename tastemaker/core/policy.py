@@ -298,6 +298,10 @@ class Process(ABC):
         """A copy of the process that keeps the log-probabilities of sampling instead of recomputing them."""
         return self
 
+    def with_action_means(self) -> Process:
+        """A copy of the process whose segments have the means of Gaussian actions; itself if its actions are tokens."""
+        return self
+
     def with_num_steps(self, num_steps: int) -> Self:
         """A copy of the process with another number of sampling steps."""
         raise ValueError(f"{type(self).__name__} takes one step per token; remove 'num_steps' [TM102]")

@@ -178,6 +178,7 @@ class Segment:
     action: Tensor  # [B, ...] the next noisy sample, or tokens
     log_prob: Tensor  # [B, K] under the policy that sampled
     mask: Tensor  # [B, K] which of the K actions were taken in this segment
+    mean: Tensor | None = None  # [B, ...] mean of the distribution that the action was sampled from, if asked for
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from ..core.objective import Context, ObjectiveState
 from ..core.reward import Rubric
+
+AdvantageKind = Literal["group", "group_mean", "global", "tracker", "centered", "leave_one_out"]
 
 
 def center_groups(rewards: Tensor) -> Tensor:
@@ -34,6 +36,12 @@ def group_mean_advantages(reward: Tensor, group_size: int, all_rewards: Tensor, 
 def global_advantages(reward: Tensor, all_rewards: Tensor, eps: float = 1e-4) -> Tensor:
     """(r - mean) / (standard deviation + eps) over the rewards of all ranks: [B]."""
     return (reward - all_rewards.mean()) / (all_rewards.std(correction=0) + eps)
+
+
+def centered_advantages(reward: Tensor, group_size: int, *, leave_one_out: bool = False) -> Tensor:
+    """r - mean of the group, or of the other samples of the group; not divided by a standard deviation: [B]."""
+    factor = group_size / (group_size - 1) if leave_one_out else 1.0
+    return center_groups(reward.view(-1, group_size)).flatten() * factor
 
 
 def combine_advantages(rubric: Rubric, rewards: Mapping[str, Tensor], advantage: Callable[[Tensor], Tensor]) -> Tensor:
@@ -85,3 +93,25 @@ def tracked_advantages(ctx: Context[Any], prompts: Sequence[str], reward: Tensor
     """Advantages [B] of this rank's samples from the `PromptTracker` that is the objective's state."""
     tracker = cast(PromptTracker, ctx.state)
     return tracker.advantages(prompts, reward, ctx.comm.gather_objects(prompts), ctx.comm.gather(reward))
+
+
+def relative_advantages(
+    ctx: Context[Any],
+    prompts: Sequence[str],
+    reward: Tensor,
+    kind: AdvantageKind,
+    group_size: int,
+    eps: float = 1e-4,
+    unbiased_std: bool = False,
+) -> Tensor:
+    """Advantages [B] of this rank's samples, relative to their group, the batch or the history of their prompt."""
+    if kind == "group":
+        return group_advantages(reward, group_size, unbiased_std, eps)
+    if kind in ("centered", "leave_one_out"):
+        return centered_advantages(reward, group_size, leave_one_out=kind == "leave_one_out")
+    if kind == "tracker":
+        return tracked_advantages(ctx, prompts, reward)
+    all_rewards = ctx.comm.gather(reward)
+    if kind == "group_mean":
+        return group_mean_advantages(reward, group_size, all_rewards, eps)
+    return global_advantages(reward, all_rewards, eps)

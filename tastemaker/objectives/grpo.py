@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, cast
 
+import torch
 from torch import Tensor
 
 from ..core.objective import (
@@ -19,18 +20,14 @@ from ..core.objective import (
     rollout_and_score,
 )
 from ..core.policy import Process
-from ..core.types import Loss, PromptBatch
+from ..core.types import Loss, PromptBatch, Segment
 from ..processes.autoregressive import AutoregressiveProcess
-from .advantages import (
-    PromptTracker,
-    combine_advantages,
-    global_advantages,
-    group_advantages,
-    group_mean_advantages,
-    tracked_advantages,
-)
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import RectifiedFlow
+from .advantages import AdvantageKind, PromptTracker, combine_advantages, relative_advantages
 from .critical_tokens import confidence_weights, find_critical_tokens
-from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
+from .ppo import count_actions, kl_to_reference, masked_mean
+from .trust_region import NEEDS_LATENTS, NEEDS_TOKENS, TrustRegion, trust_region_surrogate
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,16 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     # Log-probs of latents are means over elements, so useful ranges are small; tokens want 0.2.
     clip_range: float = 1e-4
     clip_range_high: float | None = None  # upper clip range; clip_range if not given
+    # What keeps updates near the policy that sampled: PPO's clip, GRPO-Guard's clip of normalized ratios (rectified
+    # flow), Flow-DPPO's mask by KL (latents), masks or penalties by token probabilities (tokens), or nothing.
+    trust: TrustRegion = "clip"
+    # Largest KL (kl: 1e-5) or change of a token's probability (binary_tv: 0.1), scale of penalties (drpo, spo: 0.2)
+    trust_threshold: float | None = None
+    time_weighting: Literal["uniform", "noise"] = "uniform"  # noise: steps weigh by their noise, as in TempFlow-GRPO
     kl_coef: float = 0.0
     kl_estimator: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
-    advantage: Literal["group", "group_mean", "global", "tracker"] = "group"
+    # Divided by the standard deviation of the group, of all samples, or (centered, leave_one_out) not at all.
+    advantage: AdvantageKind = "group"
     combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
     advantage_clip: float = 5.0
     unbiased_std: bool = False  # divide the variance of a group by n - 1
@@ -62,7 +66,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.group_size < 1 or (self.group_size < 2 and self.advantage.startswith("group")):
+        if self.group_size < 1 or (self.group_size < 2 and self.advantage not in ("global", "tracker")):
             raise ValueError(
                 "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
                 f"compared with each other, got {self.group_size}; raise 'group_size' [TM304]"
@@ -77,6 +81,13 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         valid = self.kl_coef >= 0 and self.advantage_clip > 0
         require_settings(self, "kl_coef advantage_clip", valid, "kl_coef of at least 0 and advantage_clip above 0")
 
+        valid = self.trust_threshold is None or self.trust_threshold > 0
+        require_settings(self, "trust_threshold", valid, "a number above 0, or null for the default")
+        if self.trust == "ratio_norm" and self.time_weighting == "noise":
+            raise ValueError(
+                "'time_weighting': noise and trust: ratio_norm both undo the weight that a step's noise gives it; set "
+                "time_weighting to uniform [TM1545]"
+            )
         valid = 0 <= self.critical_tokens <= 1 / 3 and self.confidence_clip >= 0
         require_settings(
             self, "critical_tokens confidence_clip", valid, "a share from 0 to 1/3, and a clip of at least 0"
@@ -106,6 +117,23 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             )
         return None
 
+    def find_trust_problem(self, process: Process) -> str | None:
+        """Why the trust region does not work with this process; None if it does."""
+        latents = isinstance(process, GaussianProcess)
+        if latents and self.trust in NEEDS_TOKENS:
+            return f"objective.trust: {self.trust} works on tokens; set objective.trust=kl for this model [TM1546]"
+        if not latents and self.trust in NEEDS_LATENTS:
+            return (
+                f"objective.trust: {self.trust} works on diffusion and flow models; set objective.trust=binary_tv for "
+                "this model [TM1547]"
+            )
+        straight = isinstance(process, GaussianProcess) and isinstance(process.path, RectifiedFlow)
+        if self.trust == "ratio_norm" and not straight:
+            return "objective.trust: ratio_norm works on rectified flow; set objective.trust=kl [TM1548]"
+        if self.time_weighting == "noise" and not latents:
+            return "objective.time_weighting: tokens have no noise; set objective.time_weighting=uniform [TM1549]"
+        return None
+
     def without_kl(self) -> Self | None:
         return replace(self, kl_coef=0.0) if self.kl_coef else None
 
@@ -115,10 +143,22 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return NoState()
 
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
-        trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
+        if self.trust in NEEDS_LATENTS:
+            policy = replace(ctx.policy, process=ctx.policy.process.with_action_means())
+            trajectory, rng, scores = rollout_and_score(replace(ctx, policy=policy), batch, self.group_size)
+        else:
+            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
 
         def compute_advantages(reward: Tensor) -> Tensor:
-            return self._advantages(ctx, trajectory.cond.prompts, reward)
+            return relative_advantages(
+                ctx,
+                trajectory.cond.prompts,
+                reward,
+                self.advantage,
+                self.group_size,
+                self.advantage_eps,
+                self.unbiased_std,
+            )
 
         if self.combine == "advantages":
             advantage = combine_advantages(ctx.rubric, scores.rewards, compute_advantages)
@@ -133,16 +173,6 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             trajectory = replace(trajectory, segments=segments)
         return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
 
-    def _advantages(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
-        if self.advantage == "group":
-            return group_advantages(reward, self.group_size, self.unbiased_std, self.advantage_eps)
-        if self.advantage == "tracker":
-            return tracked_advantages(ctx, prompts, reward)
-        all_rewards = ctx.comm.gather(reward)
-        if self.advantage == "group_mean":
-            return group_mean_advantages(reward, self.group_size, all_rewards, self.advantage_eps)
-        return global_advantages(reward, all_rewards, self.advantage_eps)
-
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.metrics(self.group_size)
 
@@ -152,8 +182,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
         """-[min(r A, clip(r) A) - kl_coef KL(policy || reference)], summed over a segment's actions, over all actions.
 
-        The losses of all segments (parts) of a sample add up to the mean over its actions. With `confidence_clip`, the
-        first term of each token has a weight.
+        The losses of all segments (parts) of a sample add up to the mean over its actions. The first term is another
+        one with other trust regions; with `confidence_clip` that of each token has a weight, with `time_weighting`
+        that of each step.
         """
         cond, segments = experience.trajectory.cond, experience.trajectory.segments
         segment, reference = segments[part], None
@@ -162,9 +193,18 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
                 reference = ctx.policy.action_distribution(cond, segment)
         policy = ctx.policy.action_distribution(cond, segment)
         log_prob = policy.log_prob(segment.action)
-        objective, metrics = clipped_surrogate(
-            log_prob, segment, experience.advantage, self.clip_range, self.clip_range_high
+        objective, metrics = trust_region_surrogate(
+            self.trust,
+            self.trust_threshold,
+            policy,
+            log_prob,
+            segment,
+            experience.advantage,
+            self.clip_range,
+            self.clip_range_high,
         )
+        if self.time_weighting == "noise":
+            objective = objective * noise_weight(cast(GaussianProcess, ctx.policy.process), segments, part)
         if reference is not None and self.confidence_clip:
             reference_log_prob = reference.log_prob(segment.action)
             weights = confidence_weights(log_prob, reference_log_prob, self.confidence_clip)
@@ -174,3 +214,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             objective = objective - self.kl_coef * kl
             metrics["kl"] = masked_mean(kl, segment.mask)
         return Loss(-(objective * segment.mask).sum(1) / count_actions(segments), metrics)
+
+
+def noise_weight(process: GaussianProcess, segments: Sequence[Segment], part: int) -> Tensor:
+    """TempFlow-GRPO: standard deviation of a step's noise, divided by its mean over the trained steps: [B, 1]."""
+    stds = torch.stack([process.action_std(segment) for segment in segments])
+    return (stds[part] / stds.mean(0))[:, None]

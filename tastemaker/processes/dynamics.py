@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.distributions import Distribution, Gaussian, SquaredErrorGaussian, expand_dims_like
+from ..core.distributions import Gaussian, SquaredErrorGaussian, expand_dims_like
 from .paths import NoisePath, RectifiedFlow
 
 
@@ -53,7 +53,7 @@ class SamplerDynamics(ABC):
         """Whether a step adds noise."""
 
     @abstractmethod
-    def step(self, path: NoisePath, step: DenoisingStep) -> Distribution:
+    def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian | SquaredErrorGaussian:
         """The distribution of the sample at level s."""
 
 

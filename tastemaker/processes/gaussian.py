@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class GaussianProcess(Process):
     dynamics: SamplerDynamics = ODE()
     num_steps: int = 10
     window: SDEWindow | None = None
+    keeps_action_means: ClassVar[bool] = False  # whether segments have the means that actions were sampled from
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_steps <= 10_000:
@@ -85,6 +86,15 @@ class GaussianProcess(Process):
     def with_num_steps(self, num_steps: int) -> Self:
         """A copy with another number of steps. It has no SDE window, whose steps would be of another length."""
         return replace(self, num_steps=num_steps, window=None, dynamics=ODE() if self.window else self.dynamics)
+
+    def with_action_means(self) -> GaussianProcess:
+        return GaussianProcessWithMeans(self.path, self.dynamics, self.num_steps, self.window)
+
+    def action_std(self, segment: Segment) -> Tensor:
+        """Standard deviation of the noise that a step adds, without a network call: [B]."""
+        x = segment.state.flatten(1)[:, :1]
+        step = self.dynamics.step(self.path, self.denoising_step(x, segment.t, segment.s, x))
+        return step.std
 
     def network_calls_per_sample(self, shape: tuple[int, ...]) -> int:
         return self.num_steps
@@ -134,6 +144,13 @@ class GaussianProcess(Process):
         return -((output - self.path.target(x, noisy.noise, noisy.t)) ** 2).flatten(1).mean(1)
 
 
+@dataclass(frozen=True)
+class GaussianProcessWithMeans(GaussianProcess):
+    """A Gaussian process whose segments keep the means of actions: one more latent per stochastic step."""
+
+    keeps_action_means: ClassVar[bool] = True
+
+
 class GaussianRollout(Rollout):
     """A rollout from pure noise down the timesteps of the path."""
 
@@ -170,7 +187,8 @@ class GaussianRollout(Rollout):
             action = distribution.sample(self.rng, Purpose.SAMPLER_STEP, i)
             log_prob = distribution.log_prob(action.detach()).detach()
             mask = torch.ones_like(log_prob)
-            self.segments += (Segment(t, s, self.x.detach(), action.detach(), log_prob, mask),)
+            mean = distribution.mean.detach() if process.keeps_action_means else None
+            self.segments += (Segment(t, s, self.x.detach(), action.detach(), log_prob, mask, mean),)
             self.x = action
         else:
             self.x = process.ode_step(self.x, t, s, self.clean)

@@ -25,6 +25,7 @@ from tastemaker.objectives.advantages import group_advantages
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
@@ -56,6 +57,9 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     DPO(num_timesteps=2),
     DPO(noise_sharing="independent", sft_coef=0.5),
     OnlineDPO(num_timesteps=2),
+    GRPO(group_size=4, trust="none", time_weighting="uniform"),
+    ElboGRPO(group_size=4, clip_range=0.2),
+    ElboGRPO(group_size=4, clip_range=0.2, ratio="none", loss_type="epg", norm_guard_coef=0.0, old_kl_coef=0.1),
     NFT(group_size=4),
     TeacherForcedGRPO(group_size=4),
     TeacherForcedGRPO(group_size=4, clip_range=0.2, kl_coef=0.1, ce_coef=0.1, token_noise=0.5),

@@ -26,6 +26,7 @@ from tastemaker.core.types import Metadata, Placement, PreferenceBatch, PromptBa
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.joint_likelihood import JointLikelihood
 from tastemaker.objectives.likelihood import Likelihood
@@ -73,6 +74,20 @@ COLOR_SRPO = SRPO(
 DENOISE = replace(COLOR_SRPO, relative=False, branches=("denoise",))
 INVERSION = replace(COLOR_SRPO, relative=False, branches=("inversion",))
 SINGLE = RewardGradient(gradient_mode="single_step", step_range=(4, 7))
+AWM = ElboGRPO(
+    group_size=16,
+    likelihood="ghuber",
+    num_timesteps=6,
+    timestep_sampling="discrete_wo_init",
+    timestep_fraction=0.9,
+    timestep_sharing="batch",
+    noise_sharing="independent",
+    ratio="per_level",
+    clip_range=1.0,
+    kl_coef=1e-3,
+    ema_kl_coef=1.0,
+)
+EPG = ElboGRPO(group_size=16, loss_type="epg", ratio="none", advantage="centered", kl_coef=1e-2)
 # Token models have small learning rates: the effect of noise grows with the square root of the number of steps, that of
 # rewards with their number. On the noise path an error of the prediction at the highest noise level is 150 times as
 # large in the clean sample. Learning rates are small there too, and beta is large, as in Diffusion-DPO, so that a pair
@@ -135,12 +150,19 @@ SETTINGS = [
         name="guided",
     ),
     Setting(NFT(group_size=8, kl_coef=0.1), LATENTS, lr=3e-4, steps=45, batch=8),
+    Setting(ElboGRPO(group_size=16), LATENTS, steps=40, batch=4),
+    Setting(ElboGRPO(group_size=16, num_timesteps=2, clip_range=0.2, kl_coef=1e-3), TOKENS, lr=1e-4, steps=50, batch=4),
+    Setting(AWM, ("flow",), steps=40, batch=4, name="awm"),
+    Setting(EPG, ("flow",), steps=40, batch=4, name="epg"),
+    Setting(GRPO(group_size=16, trust="ratio_norm"), ("flow",), steps=45, batch=4, name="guard"),
+    Setting(GRPO(group_size=16, trust="kl"), ("epsilon",), steps=45, batch=4, name="dppo"),
+    Setting(GRPO(group_size=16, trust="drpo"), TOKENS, lr=1e-4, steps=50, batch=4, name="drpo"),
 ]
 # In the fast set each objective and each family is trained once.
 FAST = {
     ("likelihood", "causal"), ("rewardgradient-tail", "epsilon"), ("srpo", "video"), ("ddpo", "masked"),
     ("grpo", "flow"), ("teacherforcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"),
-    ("nft", "flow"),
+    ("nft", "flow"), ("elbogrpo", "flow"),
 }  # fmt: skip
 CASES = [(setting, family) for setting in SETTINGS for family in setting.families]
 FIRST = {

@@ -16,6 +16,7 @@ from tastemaker.core.policy import Policy
 from tastemaker.core.weights import FullFinetuning, Tuning
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
@@ -39,6 +40,7 @@ OBJECTIVES = [
     DPO(),
     OnlineDPO(group_size=2),
     NFT(group_size=2),
+    ElboGRPO(group_size=2, num_timesteps=2),
 ]
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 LORA_OBJECTIVES = (GRPO, NFT, SRPO)  # objectives that LoRA is usually trained with

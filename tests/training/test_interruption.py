@@ -41,9 +41,10 @@ def kill_after(processes: list[Process], saved: int, delay: float) -> int:
     return last
 
 
+KILLED_SLOW = ("ddpo-toy-causal", "grpo-toy-flow", "nft-toy-flow", "epg-toy-flow", "elbo-grpo-toy-masked")
 KILLED = [
     "grpo-lora-toy-flow",
-    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("ddpo-toy-causal", "grpo-toy-flow", "nft-toy-flow")),
+    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in KILLED_SLOW),
 ]
 
 

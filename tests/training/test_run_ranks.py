@@ -62,3 +62,21 @@ def test_run_resumes_on_another_number_of_ranks(one_rank, tmp_path):
     )
     finish(launch(RECIPE, tmp_path, "steps=4", "ema_decay=0.9"))
     assert_close(one_rank, final_tensors(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        ("awm-toy-flow", "fsdp"),
+        pytest.param("elbo-grpo-toy-masked", "replicated", marks=pytest.mark.slow),
+        pytest.param("epg-toy-flow", "replicated", marks=pytest.mark.slow),
+        pytest.param("flow-dppo-toy-flow", "fsdp", marks=pytest.mark.slow),
+        pytest.param("grpo-guard-toy-flow", "replicated", marks=pytest.mark.slow),
+    ],
+)
+def test_objective_on_two_ranks_equals_one(recipe, strategy, tmp_path):
+    """Levels and noise that samples share are the same on all ranks, and ratios are those of whole samples."""
+    settings = ("steps=4", "ema_decay=0.9", "batch.minibatches=1", "batch.epochs=2")
+    finish(launch(recipe, tmp_path / "one", *settings))
+    finish(launch(recipe, tmp_path / "two", *settings, f"engine.strategy={strategy}", ranks=2))
+    assert_close(final_tensors(tmp_path / "one"), final_tensors(tmp_path / "two"))
