@@ -145,6 +145,11 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
             f"objective.last_steps: expected at most {steps}, the number of sampling steps, got "
             f"{objective.last_steps}; lower objective.last_steps, or raise process.num_steps [TM789]"
         )
+    if objective.gradient_mode == "leap" and config.guidance is not None and config.guidance.rollouts_only:
+        return (
+            "guidance.rollouts_only: gradient_mode leap follows the guided trajectory, so its network calls must be "
+            "guided too; set guidance.rollouts_only=false, or choose another objective.gradient_mode [TM1561]"
+        )
     try:
         objective.first_step(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), steps)
     except ValueError as error:
