@@ -1,4 +1,4 @@
-"""Reward gradients: back-propagate the reward through the sampler (DRaFT, AlignProp, VADER, ReFL, DRTune, LeapAlign)."""
+"""Reward gradients: back-propagate the reward through the sampler (DRaFT, AlignProp, VADER, ReFL, LeapAlign …)."""
 
 from __future__ import annotations
 
