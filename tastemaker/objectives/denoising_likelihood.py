@@ -1,0 +1,94 @@
+"""Likelihoods of samples from denoising errors: minus the error of a noised sample, weighted in one of several ways.
+
+Objectives on the forward process (AWM, V-GRPO, EPG, RAM, DGPO, CRD) differ in their coefficients; this part is shared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core.distributions import expand_dims_like
+from ..core.guidance import without_guidance
+from ..core.policy import Policy
+from ..core.types import Condition, Corrupted
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import NoisePath
+
+LikelihoodKind = Literal["uniform", "t", "t2", "huber", "ghuber", "adaptive", "adaptive_v", "elbo"]
+MIN_ABS_ERROR = 1e-5  # of the self-normalized kinds
+HUBER_EPS = 1e-10  # added to squared errors before a root
+
+
+def velocity_level(path: NoisePath, t: Tensor) -> Tensor:
+    """The level of the straight path with the same ratio of noise to signal, sigma / (alpha + sigma): [B].
+
+    It is t on rectified flow. Divided by alpha + sigma, a sample of any path is one of the straight path, so that one
+    definition of a velocity serves networks that predict velocities, noise or clean samples.
+    """
+    alpha, sigma = path.alpha(t), path.sigma(t)
+    return sigma / (alpha + sigma)
+
+
+def predict_clean(policy: Policy[GaussianProcess], cond: Condition, noisy: Corrupted) -> Tensor:
+    """The clean samples that the network predicts with its condition and without guidance: [B, ...]."""
+    model, cond = without_guidance(policy.model, cond)
+    return policy.process.restore(model, cond, noisy).mean
+
+
+def denoising_likelihood(
+    policy: Policy[GaussianProcess],
+    cond: Condition,
+    clean: Tensor,
+    noisy: Corrupted,
+    kind: LikelihoodKind,
+    ghuber_power: float = 0.25,
+) -> Tensor:
+    """Likelihood of samples `clean` [B, ...] given their corruption, without guidance: [B] float64."""
+    level = velocity_level(policy.process.path, noisy.t)
+    return error_likelihood(predict_clean(policy, cond, noisy), clean, level, kind, ghuber_power)
+
+
+def error_likelihood(
+    prediction: Tensor, clean: Tensor, level: Tensor, kind: LikelihoodKind, ghuber_power: float = 0.25
+) -> Tensor:
+    """Minus the error of predicted clean samples [B, ...] at levels [B] of the straight path: [B] float64.
+
+    With d = velocity - (noise - clean) and m = mean d^2, the error of the clean sample is -level * d:
+
+    uniform     m                              t, t2       level m, level^2 m
+    huber       level (sqrt m - 0)             ghuber      level / p (m^p - 0), each m with 1e-10 added
+    adaptive    mean e^2 / mean |e|, e = -level d          adaptive_v  m / mean |d|; both means without gradient
+    elbo        (1 - level) / (level + 0.001) m
+
+    Computed in float64, because ratios are differences of nearly equal errors.
+    """
+    level = level.double()
+    error = prediction.double() - clean.double()
+    if kind == "adaptive":
+        return -self_normalized_square(error)
+    error = error / expand_dims_like(level, error)
+    if kind == "adaptive_v":
+        return -self_normalized_square(error)
+    square = (error**2).flatten(1).mean(1)
+    if kind in ("huber", "ghuber"):
+        power = 0.5 if kind == "huber" else ghuber_power
+        scale = level if kind == "huber" else level / power
+        return -scale * ((square + HUBER_EPS).pow(power) - math.pow(HUBER_EPS, power))
+    weights = {"uniform": torch.ones_like(level), "t": level, "t2": level**2, "elbo": (1 - level) / (level + 1e-3)}
+    return -weights[kind] * square
+
+
+def self_normalized_square(error: Tensor) -> Tensor:
+    """Mean squared error divided by the mean absolute error, whose gradient is stopped: [B]."""
+    scale = error.detach().abs().flatten(1).mean(1).clamp(min=MIN_ABS_ERROR)
+    return (error**2).flatten(1).mean(1) / scale
+
+
+def velocity_distance(prediction: Tensor, other: Tensor, level: Tensor) -> Tensor:
+    """Mean squared distance of the velocities that two predictions of clean samples imply: [B] float64."""
+    difference = (prediction.double() - other.double()) / expand_dims_like(level.double(), prediction)
+    return (difference**2).flatten(1).mean(1)
