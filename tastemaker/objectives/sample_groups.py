@@ -38,8 +38,8 @@ class SampleGroups:
         return len(self.cond)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Rewards, and which groups have equal rewards: their advantages are 0."""
-        zero_std = (self.reward.amax(1) - self.reward.amin(1) < 1e-8).float()
+        """Rewards, and the share of groups whose rewards are all equal: their advantages are 0."""
+        zero_std = (self.reward.amax(1) - self.reward.amin(1) < 1e-8).float().mean()
         rewards = {f"rewards/{name}": reward for name, reward in self.rewards.items()}
         return {"reward/mean": self.reward, "zero_std_groups": zero_std, **rewards}
 

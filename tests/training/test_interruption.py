@@ -43,6 +43,7 @@ def kill_after(processes: list[Process], saved: int, delay: float) -> int:
 KILLED = [
     "grpo-lora-toy-flow",
     *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("ddpo-toy-causal", "grpo-toy-flow", "nft-toy-flow")),
+    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("ram-toy-flow", "dgpo-toy-flow", "crd-toy-flow")),
 ]
 
 
