@@ -92,10 +92,10 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
                 f"gradient_mode leap connects two sampling steps, but the sampler has {num_steps}; raise "
                 "process.num_steps [TM1560]"
             )
-        pairs = num_steps * (num_steps - 1) // 2
-        index = int(rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw) * pairs)
-        first, second = torch.triu_indices(num_steps, num_steps, offset=1)[:, index].tolist()
-        return first, second
+        uniform = rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw)
+        one, other = divmod(int(uniform * num_steps * (num_steps - 1)), num_steps - 1)
+        other += other >= one  # any step but `one`
+        return min(one, other), max(one, other)
 
     def first_step(self, rng: Randomness, num_steps: int, draw: int = 0) -> int:
         """The sampling step from which the graph is kept, the same on all ranks."""
