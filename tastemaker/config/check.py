@@ -24,6 +24,8 @@ from ..core.types import (
     QuestionAnswerBatch,
 )
 from ..data.toy import ToyImages, ToyPairs
+from ..objectives.crd import CRD
+from ..objectives.dgpo import DGPO
 from ..objectives.elbo_grpo import ElboGRPO
 from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient
@@ -146,11 +148,30 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
             f"objective.last_steps: expected at most {steps}, the number of sampling steps, got "
             f"{objective.last_steps}; lower objective.last_steps, or raise process.num_steps [TM789]"
         )
+    if objective.gradient_mode == "leap" and config.guidance is not None and config.guidance.rollouts_only:
+        return (
+            "guidance.rollouts_only: gradient_mode leap follows the guided trajectory, so its network calls must be "
+            "guided too; set guidance.rollouts_only=false, or choose another objective.gradient_mode [TM1561]"
+        )
     try:
         objective.first_step(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), steps)
     except ValueError as error:
         return f"objective: {error}"
     return None
+
+
+def check_group_levels(config: RunConfig, world_size: int) -> str | None:
+    """The noise levels of DGPO and CRD are among those of the sampler; a guided reference needs a guided model."""
+    objective, process, guidance = config.objective, config.process, config.guidance
+    if not isinstance(objective, DGPO | CRD) or not isinstance(process, GaussianProcess):
+        return None
+    scale = objective.reference_guidance_scale
+    if scale != 1 and (guidance is None or guidance.scale == 1):
+        return (
+            f"objective.reference_guidance_scale: {scale} needs the unconditional prompt of a guided model; set "
+            "guidance.scale above 1, or objective.reference_guidance_scale=1 [TM1567]"
+        )
+    return objective.find_level_problem(process)
 
 
 def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
@@ -188,11 +209,12 @@ def check_dropout(config: RunConfig, world_size: int) -> str | None:
     rates = {name: float(settings_of(section).get("dropout", 0.0)) for name, section in sections.items()}
     section = next((name for name, rate in rates.items() if rate), None)
     wanted = isinstance(objective, TeacherForcedGRPO) and "dropout" in objective.emulate_bugs
-    if section is None or not objective.needs_stochastic or wanted:
+    compares = objective.needs_stochastic or isinstance(objective, DGPO | CRD)
+    if section is None or not compares or wanted:
         return None
     return (
-        f"{section}.dropout: {rates[section]} is not supported by this objective, because samples are drawn "
-        f"without dropout and the log-probabilities would differ; set {section}.dropout=0 [TM792]"
+        f"{section}.dropout: {rates[section]} is not supported by this objective, because it compares the network "
+        f"with older weights, which run without dropout; set {section}.dropout=0 [TM792]"
     )
 
 
@@ -343,6 +365,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_num_frames,
     check_initial_image,
     check_gradient_steps,
+    check_group_levels,
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
@@ -357,6 +380,7 @@ RUN_RULES: tuple[Rule, ...] = (
 TRAINING_RULES = (
     check_initial_image,
     check_gradient_steps,
+    check_group_levels,
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,

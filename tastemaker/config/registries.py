@@ -82,6 +82,9 @@ OBJECTIVES = Registry(
         "cca": "tastemaker.objectives.cca:CCA",
         "online_dpo": "tastemaker.objectives.online_dpo:OnlineDPO",
         "nft": "tastemaker.objectives.nft:NFT",
+        "ram": "tastemaker.objectives.ram:RAM",
+        "dgpo": "tastemaker.objectives.dgpo:DGPO",
+        "crd": "tastemaker.objectives.crd:CRD",
     },
 )
 REWARDS = Registry(

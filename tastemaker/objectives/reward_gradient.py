@@ -1,9 +1,9 @@
-"""Reward gradients: back-propagate the reward through the sampler (DRaFT, AlignProp, VADER, ReFL, DRTune)."""
+"""Reward gradients: back-propagate the reward through the sampler (DRaFT, AlignProp, VADER, ReFL, LeapAlign …)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.objective import Context, Objective, require_settings
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Loss, PromptBatch
+from ..processes.dynamics import ODE
 from ..processes.gaussian import GaussianProcess
 from .scored_frames import Frames, decode_frames, validate_frames
 
@@ -34,11 +35,11 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
     `gradient_mode` chooses the sampling steps that keep a graph: `last_steps` is DRaFT-K (K = 1 is VADER's `last`);
     `random` and `from_step` are VADER's, `truncated_normal` AlignProp's: from the step drawn to the end. `steps` trains
     the network at the steps listed only, `single_step` is ReFL's prediction of the clean sample at one step, `renoise`
-    is DRaFT-LV.
+    is DRaFT-LV. `leap` is LeapAlign: two network calls with a graph, at two steps drawn from the whole trajectory.
     """
 
     gradient_mode: Literal[
-        "last_steps", "random", "truncated_normal", "from_step", "steps", "single_step", "renoise"
+        "last_steps", "random", "truncated_normal", "from_step", "steps", "single_step", "renoise", "leap"
     ] = "last_steps"
     last_steps: int = 1  # number of final steps, for last_steps
     from_step: int = 15  # first step, from 0, for from_step
@@ -48,6 +49,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
     start_step_std: float = 5.0
     step_range: tuple[int, int] = (30, 39)  # first and last step that may be drawn, for single_step
     num_renoise: int = 2  # noised copies per sample, for renoise
+    leap_discount: float = 0.3  # factor of the gradient through the input of the second network call, for leap
+    leap_error_floor: float = 0.1  # the weight of a sample falls with the errors of its leaps above it, for leap
     reward_threshold: float | None = None  # rewards above it are not increased further (ReFL)
     loss_scale: float = 1.0
     frames: Frames = "all"  # frames that are decoded and scored
@@ -66,6 +69,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         require_settings(self, "from_step steps", from_first, "steps from 0, the noisiest")
         positive = min(self.last_steps, self.num_renoise) >= 1 and self.start_step_std > 0
         require_settings(self, "last_steps num_renoise start_step_std", positive, "all of them above 0")
+        leaps = 0 <= self.leap_discount <= 1 and self.leap_error_floor > 0
+        require_settings(self, "leap_discount leap_error_floor", leaps, "a factor from 0 to 1, and a floor above 0")
         if not 0 <= self.step_range[0] <= self.step_range[1]:
             raise ValueError(
                 f"'step_range': expected two steps in increasing order, from 0, got {list(self.step_range)}; write "
@@ -80,6 +85,18 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
     def parts(self, experience: RewardGradientBatch) -> Sequence[int]:
         return range(self.num_renoise if self.gradient_mode == "renoise" else 1)
 
+    def leap_steps(self, rng: Randomness, num_steps: int, draw: int = 0) -> tuple[int, int]:
+        """The two steps k < j at which `leap` calls the network with a graph, the same on all ranks."""
+        if num_steps < 2:
+            raise ValueError(
+                f"gradient_mode leap connects two sampling steps, but the sampler has {num_steps}; raise "
+                "process.num_steps [TM1560]"
+            )
+        uniform = rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw)
+        one, other = divmod(int(uniform * num_steps * (num_steps - 1)), num_steps - 1)
+        other += other >= one  # any step but `one`
+        return min(one, other), max(one, other)
+
     def first_step(self, rng: Randomness, num_steps: int, draw: int = 0) -> int:
         """The sampling step from which the graph is kept, the same on all ranks."""
         if self.gradient_mode == "truncated_normal":
@@ -87,6 +104,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
             normal = shared.normal(Purpose.FIRST_GRADIENT_STEP, 64, draw=draw)
             candidates = (self.start_step_mean + self.start_step_std * normal).long().flatten().tolist()
             return next((step for step in candidates if 1 <= step < num_steps), num_steps - 1)
+        if self.gradient_mode == "leap":
+            return self.leap_steps(rng, num_steps, draw)[0]
         low, high = {
             "last_steps": (max(0, num_steps - self.last_steps),) * 2,
             "random": (0, num_steps - 1),
@@ -104,8 +123,15 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         return low + int(rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw) * (high - low + 1))
 
     def loss(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch, part: int) -> Loss:
-        """-reward, or max(0, threshold - reward), of samples whose graph reaches the sampling steps chosen."""
-        x = self._sample(ctx, experience, part)
+        """-reward, or max(0, threshold - reward), of samples whose graph reaches the sampling steps chosen.
+
+        `leap` weights each sample by the inverse of the errors of its two leaps.
+        """
+        weight: Tensor | None = None
+        if self.gradient_mode == "leap":
+            x, weight = self._leap(ctx, experience)
+        else:
+            x = self._sample(ctx, experience, part)
         cond, draw = experience.cond, ctx.epoch * len(self.parts(experience)) + part
         pixels = decode_frames(
             ctx.policy, x, self.frames, experience.rng.uniform(Purpose.FRAME, 1, draw=draw).flatten()
@@ -114,6 +140,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         rows = -scores.total if self.reward_threshold is None else F.relu(self.reward_threshold - scores.total)
         rewards = {f"rewards/{name}": reward.detach() for name, reward in scores.rewards.items()}
         metrics = {"reward/mean": scores.total.detach(), **rewards}
+        if weight is not None:
+            rows, metrics["leap_weight"] = weight * rows, weight
         return Loss(self.loss_scale * rows / len(self.parts(experience)), metrics)
 
     def _sample(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch, part: int) -> Tensor:
@@ -131,3 +159,44 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
             if self.gradient_mode == "single_step" and step == first:
                 return rollout.clean
         return rollout.preview()
+
+    def _leap(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch) -> tuple[Tensor, Tensor]:
+        """Samples [B, ...] whose graph has two network calls however many steps there are, and their weights [B].
+
+        The samples are those of the ODE. One leap goes from step k to step j, the other from there to the end; each
+        has the value of the trajectory and the gradient of the network's prediction.
+        """
+        process = replace(ctx.policy.process, dynamics=ODE(), window=None)
+        model, cond = ctx.policy.model, experience.cond
+        first, second = self.leap_steps(experience.rng, process.num_steps, ctx.epoch)
+        with torch.no_grad():
+            rollout, states = process.start(model, cond, experience.rng), []
+            for step in range(process.num_steps):
+                if step in (first, second):
+                    states.append(rollout.x)
+                rollout.step()
+        start, middle = states
+        t, s, end = (rollout.timesteps[i].expand(len(start)) for i in (first, second, -1))
+
+        def leap(x: Tensor, network_input: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            output = model.predict(network_input, t, cond).float()
+            return process.ode_step(x, t, s, process.path.clean(x, t, output))
+
+        predicted_middle = leap(start, start, t, s)
+        x = straight_through(predicted_middle, middle)
+        discounted = self.leap_discount * x + (1 - self.leap_discount) * x.detach()
+        predicted_final = leap(x, discounted, s, end)
+        error = sum_of_leap_errors(
+            [predicted_middle - middle, predicted_final - rollout.x], floor=self.leap_error_floor
+        )
+        return straight_through(predicted_final, rollout.x), 1 / error
+
+
+def straight_through(prediction: Tensor, value: Tensor) -> Tensor:
+    """A tensor with the value of `value` and the gradient of `prediction`."""
+    return prediction + (value - prediction).detach()
+
+
+def sum_of_leap_errors(differences: Sequence[Tensor], floor: float) -> Tensor:
+    """Sum of the mean absolute differences [B, ...] of each sample, each at least `floor`, without gradient: [B]."""
+    return torch.stack([x.detach().abs().flatten(1).mean(1).clamp(min=floor) for x in differences]).sum(0)

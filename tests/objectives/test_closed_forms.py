@@ -23,13 +23,16 @@ from tastemaker.core.types import Condition, Metadata, Placement, Prompts, Segme
 from tastemaker.core.weights import FrozenCopyFinetuning
 from tastemaker.objectives.advantages import group_advantages
 from tastemaker.objectives.cca import CCA
+from tastemaker.objectives.crd import CRD
 from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.dgpo import DGPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.ram import RAM
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
 from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
@@ -49,6 +52,7 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     Likelihood(),
     RewardGradient(last_steps=2),
     RewardGradient(gradient_mode="renoise"),
+    RewardGradient(gradient_mode="leap"),
     COLOR_SRPO,
     DDPO(),
     GRPO(group_size=4),
@@ -61,6 +65,9 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     ElboGRPO(group_size=4, clip_range=0.2),
     ElboGRPO(group_size=4, clip_range=0.2, ratio="none", loss_type="epg", norm_guard_coef=0.0, old_kl_coef=0.1),
     NFT(group_size=4),
+    RAM(group_size=4, num_timesteps=2),
+    DGPO(group_size=4, num_timesteps=2),
+    CRD(group_size=4, num_timesteps=2),
     TeacherForcedGRPO(group_size=4),
     TeacherForcedGRPO(group_size=4, clip_range=0.2, kl_coef=0.1, ce_coef=0.1, token_noise=0.5),
     TeacherForcedGRPO(
@@ -79,6 +86,9 @@ GROUP_BASED = [
     GRPO(group_size=12, advantage_eps=1e-8),
     GRPO(group_size=12, advantage="group_mean"),
     OnlineDPO(group_size=12),
+    RAM(group_size=12, num_timesteps=1),
+    DGPO(group_size=12, num_timesteps=1),
+    CRD(group_size=12, num_timesteps=1),
 ]
 CASES = [
     pytest.param(i, name, id=f"{type(objective).__name__}{i}-{name}")

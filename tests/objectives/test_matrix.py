@@ -24,7 +24,9 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Reward, RewardCard, RewardSpec
 from tastemaker.core.types import Metadata, Placement, PreferenceBatch, PromptBatch, Prompts
 from tastemaker.objectives.cca import CCA
+from tastemaker.objectives.crd import CRD
 from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.dgpo import DGPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
@@ -32,6 +34,7 @@ from tastemaker.objectives.joint_likelihood import JointLikelihood
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.ram import RAM
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
 from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
@@ -103,6 +106,8 @@ SETTINGS = [
     Setting(SINGLE, NOISE, lr=3e-4, steps=40, batch=16, name="single"),
     Setting(RewardGradient(gradient_mode="renoise"), FLOWS, lr=2e-3, steps=40, batch=16, name="renoised"),
     Setting(RewardGradient(gradient_mode="renoise"), NOISE, lr=3e-4, steps=40, batch=16, name="renoised"),
+    Setting(RewardGradient(gradient_mode="leap"), FLOWS, steps=40, batch=16, name="leap"),
+    Setting(RewardGradient(gradient_mode="leap"), NOISE, lr=2e-4, steps=60, batch=16, name="leap"),
     Setting(COLOR_SRPO, FLOWS, batch=32),
     Setting(COLOR_SRPO, NOISE, lr=3e-4, batch=32),
     Setting(DENOISE, FLOWS, steps=30, batch=32, name="denoise"),
@@ -157,12 +162,21 @@ SETTINGS = [
     Setting(GRPO(group_size=16, trust="ratio_norm"), ("flow",), steps=45, batch=4, name="guard"),
     Setting(GRPO(group_size=16, trust="kl"), ("epsilon",), steps=45, batch=4, name="dppo"),
     Setting(GRPO(group_size=16, trust="drpo"), TOKENS, lr=1e-4, steps=50, batch=4, name="drpo"),
+    Setting(RAM(group_size=8, reward_multiplier=10.0, num_timesteps=2), LATENTS, lr=3e-4, steps=45, batch=8),
+    Setting(
+        DGPO(group_size=8, beta=10.0, kl_coef=0.05, clip_range=0.0, num_timesteps=2),
+        LATENTS,
+        lr=3e-4,
+        steps=45,
+        batch=8,
+    ),
+    Setting(CRD(group_size=8, kl_coef=0.02, num_timesteps=2), LATENTS, lr=3e-4, steps=45, batch=8),
 ]
 # In the fast set each objective and each family is trained once.
 FAST = {
     ("likelihood", "causal"), ("rewardgradient-tail", "epsilon"), ("srpo", "video"), ("ddpo", "masked"),
     ("grpo", "flow"), ("teacherforcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"),
-    ("nft", "flow"), ("elbogrpo", "flow"),
+    ("nft", "flow"), ("elbogrpo", "flow"), ("ram", "flow"), ("dgpo", "flow"), ("crd", "flow"),
 }  # fmt: skip
 CASES = [(setting, family) for setting in SETTINGS for family in setting.families]
 FIRST = {

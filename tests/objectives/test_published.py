@@ -14,13 +14,16 @@ from tastemaker.core.lora import Lora
 from tastemaker.core.objective import Objective
 from tastemaker.core.policy import Policy
 from tastemaker.core.weights import FullFinetuning, Tuning
+from tastemaker.objectives.crd import CRD
 from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.dgpo import DGPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.ram import RAM
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
 from tastemaker.processes.gaussian import GaussianProcess
@@ -41,6 +44,10 @@ OBJECTIVES = [
     OnlineDPO(group_size=2),
     NFT(group_size=2),
     ElboGRPO(group_size=2, num_timesteps=2),
+    RAM(group_size=2, num_timesteps=2),
+    DGPO(group_size=2, num_timesteps=2),
+    CRD(group_size=2, num_timesteps=2),
+    RewardGradient(gradient_mode="leap"),
 ]
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 LORA_OBJECTIVES = (GRPO, NFT, SRPO)  # objectives that LoRA is usually trained with

@@ -45,6 +45,7 @@ KILLED_SLOW = ("ddpo-toy-causal", "grpo-toy-flow", "nft-toy-flow", "epg-toy-flow
 KILLED = [
     "grpo-lora-toy-flow",
     *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in KILLED_SLOW),
+    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("ram-toy-flow", "dgpo-toy-flow", "crd-toy-flow")),
 ]
 
 

@@ -47,6 +47,9 @@ def train_weights(recipe: str, directory: Path, *overrides: str) -> dict[str, to
         pytest.param("flow-dppo-toy-flow", marks=pytest.mark.slow),
         pytest.param("grpo-toy-masked", marks=pytest.mark.slow),
         pytest.param("srpo-toy-flow", marks=pytest.mark.slow),
+        "dgpo-toy-flow",
+        pytest.param("crd-toy-flow", marks=pytest.mark.slow),
+        pytest.param("ram-toy-flow", marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches_and_rollout_chunks_change_only_rounding(recipe, tmp_path):
