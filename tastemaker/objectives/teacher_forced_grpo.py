@@ -341,7 +341,7 @@ def reconstruction_rewards(
     prompts = [prompt for prompt in batch.prompts for _ in range(group_size)]
     samples = ctx.policy.decode(tokens.flatten(0, 1))
     with ctx.measure_time("reward"):
-        scores = ctx.rubric.score(samples, prompts, metadata)
+        scores = ctx.rubric.score(samples, prompts, metadata, group_size)
     total = scores.total.view(-1, group_size)
     rewards = {name: reward.view(-1, group_size) for name, reward in scores.rewards.items()}
     if not latent_weight:
