@@ -279,7 +279,8 @@ class DiversityScorer(Reward):
             height, width = (min(THUMBNAIL, side) for side in pixels.shape[-2:])
             flat = F.adaptive_avg_pool2d(pixels.flatten(1, 2), (height, width)).flatten(1)
             distance: Tensor = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
-            return distance / flat.shape[1] ** 0.5
+            return distance.div(flat.shape[1] ** 0.5)
         chunks = [slice(i, i + self.batch_size) for i in range(0, len(pixels), self.batch_size)]
         embedding = torch.cat([self.net.encode(pixels[chunk], prompts[chunk]).image.float() for chunk in chunks])
-        return (1 - embedding @ embedding.T) * ~torch.eye(len(pixels), dtype=torch.bool, device=pixels.device)
+        cosine: Tensor = embedding @ embedding.T
+        return (1 - cosine) * ~torch.eye(len(pixels), dtype=torch.bool, device=pixels.device)
