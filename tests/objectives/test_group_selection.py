@@ -31,7 +31,8 @@ from tastemaker.processes.dynamics import ODE
 from tastemaker.rewards.color import ColorReward
 from tastemaker.rewards.group import GroupDiversityReward, WinRateReward
 from tastemaker.rewards.wrappers import ShuffledReward
-from tastemaker.training.loop import train_step
+from tastemaker.training.events import GuardChecked, SamplesGenerated, StepCompleted
+from tastemaker.training.loop import train, train_step
 
 WINS = WinRateReward(ColorReward())
 BATCHES: list[int] = []  # sizes of the batches that a RowPolicy sampled
@@ -207,6 +208,21 @@ def test_steps_of_a_pool_are_counted(tmp_path: Path) -> None:
 def test_selections_that_cannot_work_are_refused(override: str, code: str) -> None:
     with pytest.raises(ConfigError, match=code):
         require_valid(load("nft-select-toy-flow", [override]))
+
+
+def test_guard_and_samples_score_single_samples_by_the_reward_inside(tmp_path: Path) -> None:
+    settings = ["steps=1", "batch.prompts=4", "guard={every: 1, prompts: 4, samples_per_prompt: 2}", "sample.every=1"]
+    run = build(load("grpo-win-rate-toy-flow", settings), tmp_path)
+    events = list(train(run))
+    guard = [event for event in events if isinstance(event, GuardChecked)][-1]
+    samples = [event for event in events if isinstance(event, SamplesGenerated)][-1]
+    step = next(event for event in events if isinstance(event, StepCompleted))
+    assert step.metrics["rewards/wins"] == pytest.approx(0.5) and step.metrics["rewards/diversity"] > 0
+    assert (
+        guard.metrics["rewards/wins"] == guard.metrics["rewards/color"] == pytest.approx(guard.metrics["reward/mean"])
+    )
+    assert samples.scores.keys() == {"wins", "color"} and samples.scores["wins"] == samples.scores["color"]
+    assert run.guard_history.held_out == ("rewards/color",)
 
 
 @pytest.mark.slow
