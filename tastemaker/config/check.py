@@ -123,12 +123,12 @@ def check_group_rewards(config: RunConfig, world_size: int) -> str | None:
     )
 
 
-def check_pair_judges(config: RunConfig, world_size: int) -> str | None:
+def check_pairwise_rewards(config: RunConfig, world_size: int) -> str | None:
     names = [key for key, reward in config.rewards.items() if reward.spec.compares_pairs]
     if not names:
         return None
     return (
-        f"rewards.{names[0]:.60}: a judge of pairs has no scores of single samples; write {{type: win_rate, reward: "
+        f"rewards.{names[0]:.60}: a pairwise reward has no scores of single samples; write {{type: win_rate, reward: "
         "...} around it [TM1593]"
     )
 
@@ -377,7 +377,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_rewards_exist,
     check_video_rewards,
     check_group_rewards,
-    check_pair_judges,
+    check_pairwise_rewards,
     check_pool,
     check_scored_frames,
     check_num_frames,

@@ -65,7 +65,7 @@ class Reward(ABC):
     def compare(self, first: Tensor, second: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         """Probability [N] that the first sample of each pair is the better one; 0.5 is a tie.
 
-        By default the scores decide. A judge of pairs, whose spec `compares_pairs`, looks at both samples at once.
+        By default the scores decide. A pairwise reward, whose spec `compares_pairs`, looks at both samples at once.
         """
         better, worse = self.score(first, prompts, metadata), self.score(second, prompts, metadata)
         return ((better > worse).float() + (better >= worse).float()) / 2
@@ -83,8 +83,8 @@ class Reward(ABC):
         return None
 
 
-class PairJudge(Reward):
-    """A judge that compares two samples and has no scores of single ones."""
+class PairwiseReward(Reward):
+    """A reward that compares two samples and has no scores of single ones."""
 
     @abstractmethod
     def compare(self, first: Tensor, second: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:

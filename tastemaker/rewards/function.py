@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.registry import ConfigError, import_user_module
-from ..core.reward import BatchSize, Modality, PairJudge, Reward, RewardCard, RewardSpec
+from ..core.reward import BatchSize, Modality, PairwiseReward, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 
 ScoringFunction = Callable[..., Any]
@@ -68,7 +68,7 @@ class FunctionScorer(Reward):
         return torch.stack([self.score(frame, prompts, metadata) for frame in frames]).mean(0)
 
 
-class PairFunction(PairJudge):
+class PairFunction(PairwiseReward):
     """Calls a function with two batches of images, which returns how likely the first of each pair is better."""
 
     def __init__(self, function: ScoringFunction, modality: Modality) -> None:

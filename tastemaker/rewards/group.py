@@ -40,7 +40,7 @@ THUMBNAIL = 32  # pixels per side, so small that grain does not count as diversi
 class GroupComparison(RewardWrapper):
     """A reward that compares the samples of a prompt by another reward; it has no gradient."""
 
-    order: Literal["both", "coin"] = "both"  # in which a judge of pairs sees them
+    order: Literal["both", "coin"] = "both"  # in which a pairwise reward sees two samples
 
     @property
     def needs_group(self) -> bool:
@@ -91,12 +91,12 @@ class ComparisonScorer(Reward):
         groups = torch.split(pixels, group_size)
         met = torch.stack([self.spec.choose_opponents(group) for group in groups]).to(pixels.device)
         if self.spec.reward.compares_pairs:
-            return win_rates(self._judge_pairs(pixels, prompts, metadata, met), met).flatten()
+            return win_rates(self._compare_pairs(pixels, prompts, metadata, met), met).flatten()
         scores = self.rubric.score(pixels, prompts, metadata, group_size).rewards[self.name]
         return self.spec.compare_scores(scores.view(-1, group_size), met).flatten()
 
-    def _judge_pairs(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], met: Tensor) -> Tensor:
-        """Probability [N, G, G] that sample i of a group beats sample j, from a judge of pairs."""
+    def _compare_pairs(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], met: Tensor) -> Tensor:
+        """Probability [N, G, G] that sample i of a group beats sample j, from a pairwise reward."""
         group_size, result = met.shape[1], torch.full(met.shape, 0.5, device=pixels.device)
         group, i, j = met.triu().nonzero().unbind(1)
         first, second = group * group_size + i, group * group_size + j
@@ -114,7 +114,7 @@ class ComparisonScorer(Reward):
     def _compare(
         self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], first: Tensor, second: Tensor
     ) -> Tensor:
-        """Probability [P] that the first samples of pairs are better, in batches of the judge."""
+        """Probability [P] that the first samples of pairs are better, in batches of the reward."""
         chunks = []
         for a, b in zip(*(torch.split(x, self.spec.reward.batch_size) for x in (first, second)), strict=True):
             rows = a.tolist()
@@ -131,30 +131,24 @@ class ComparisonScorer(Reward):
     def _coins(self, pixels: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Which pairs are shown in the other order: [P] bool. A pair has the same coin wherever its samples stand."""
         keys = torch.tensor([content_key(sample) for sample in pixels])
-        low, high = (
-            torch.minimum(keys[first.cpu()], keys[second.cpu()]),
-            torch.maximum(keys[first.cpu()], keys[second.cpu()]),
-        )
-        draws = [
-            float(Randomness(int(a), int(b), torch.zeros(1, dtype=torch.int64)).uniform(Purpose.PAIR_ORDER, 1))
-            for a, b in zip(low, high, strict=True)
-        ]
-        low_first = torch.tensor(draws) < 0.5
-        return (low_first != (keys[first.cpu()] == low)).to(pixels.device)
+        a, b = keys[first.cpu()], keys[second.cpu()]
+        low, high = torch.minimum(a, b), torch.maximum(a, b)
+        draws = Randomness(0, 0, low * 1_000_003 + high).uniform(Purpose.PAIR_ORDER, 1).flatten()
+        return ((draws < 0.5) != (a == low)).to(pixels.device)
 
 
 @dataclass(frozen=True)
 class WinRateReward(GroupComparison):
     """The share of the other samples of the prompt that a sample beats; a tie counts half (Pref-GRPO).
 
-    `reward` is any reward, whose scores are compared, or a judge of pairs such as `vlm_pair`. The mean is always 0.5:
+    `reward` is any reward, whose scores are compared, or a pairwise reward such as `vlm_pair`. The mean is always 0.5:
     log the reward itself with weight 0 to see progress.
     """
 
     reward: RewardSpec
     opponents: NonNegativeInt = 0  # that each sample meets, the same number for all; 0: all others
-    margin: NonNegativeFloat = 0.0  # scores that differ by no more are a tie; not for judges of pairs
-    order: Literal["both", "coin"] = "both"  # judges of pairs see both orders, or one that a coin chooses
+    margin: NonNegativeFloat = 0.0  # scores that differ by no more are a tie; not for pairwise rewards
+    order: Literal["both", "coin"] = "both"  # pairwise rewards see both orders, or one that a coin chooses
 
     @property
     def card(self) -> RewardCard:

@@ -1,4 +1,4 @@
-"""Yes-or-no questions to a vision-language model, as reward, as verifier (ORM and PARM) and as judge of pairs."""
+"""Yes-or-no questions to a vision-language model, as reward, as verifier (ORM and PARM) and as pairwise judge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.reward import BatchSize, PairJudge, PretrainedReward, Reward, RewardCard, Verdict, Verifier
+from ..core.reward import BatchSize, PairwiseReward, PretrainedReward, Reward, RewardCard, Verdict, Verifier
 from ..core.types import Metadata, Placement, Prompts, concatenate
 from ..vlm.chat_model import ONE_VISION, load_chat_model
 from ..vlm.judge import VlmJudge
@@ -88,7 +88,7 @@ class VlmScorer(Reward, Verifier):
 
 @dataclass(frozen=True)
 class VlmPairReward(PretrainedReward):
-    """A judge of pairs for `win_rate`: a vision-language model sees two images side by side; is the left one better?
+    """A pairwise judge for `win_rate`: a vision-language model sees two images side by side; is the left one better?
 
     The answer is the probability of `yes`. Published pairwise judges are asked in other words; give theirs as
     `question`. The models prefer one side, so keep `order: both` of `win_rate`.
@@ -117,7 +117,7 @@ class VlmPairReward(PretrainedReward):
 
 
 @dataclass(frozen=True)
-class VlmPairJudge(PairJudge):
+class VlmPairJudge(PairwiseReward):
     spec: VlmPairReward
     vlm_judge: VlmJudge
 

@@ -25,7 +25,7 @@ JUDGED: list[tuple[float, float]] = []  # brightness of the pairs that `prefers_
 
 
 def prefers_first(first: Tensor, second: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
-    """A judge of pairs with a position bias: it overrates the first image by 0.25."""
+    """A pairwise reward with a position bias: it overrates the first image by 0.25."""
     a, b = first.mean((1, 2, 3)), second.mean((1, 2, 3))
     JUDGED.extend(zip(a.tolist(), b.tolist(), strict=True))
     return (a - b > -0.25).float()
@@ -36,16 +36,16 @@ def above_group_mean(images: Tensor, prompts: list[str], **metadata: Any) -> Ten
     return brightness - brightness.mean()
 
 
-PAIR_JUDGE = {"type": "function", "function": register_function(prefers_first), "receives": "pair"}
+PAIRWISE = {"type": "function", "function": register_function(prefers_first), "receives": "pair"}
 GROUP_FUNCTION = {"type": "function", "function": register_function(above_group_mean), "receives": "group"}
 CASES: dict[str, dict[str, Any]] = {
     "win_rate": {"type": "win_rate", "reward": BRIGHTNESS},
     "win rate with margin": {"type": "win_rate", "reward": BRIGHTNESS, "margin": 0.05},
     "win rate of a tournament": {"type": "win_rate", "reward": BRIGHTNESS, "opponents": 2},
     "win rate of an odd tournament": {"type": "win_rate", "reward": BRIGHTNESS, "opponents": 3},
-    "win rate of a judge, both orders": {"type": "win_rate", "reward": PAIR_JUDGE},
-    "win rate of a judge, coins": {"type": "win_rate", "reward": PAIR_JUDGE, "order": "coin"},
-    "win rate of a judge, tournament": {"type": "win_rate", "reward": PAIR_JUDGE, "order": "coin", "opponents": 2},
+    "win rate of pairs, both orders": {"type": "win_rate", "reward": PAIRWISE},
+    "win rate of pairs, coins": {"type": "win_rate", "reward": PAIRWISE, "order": "coin"},
+    "win rate of pairs, tournament": {"type": "win_rate", "reward": PAIRWISE, "order": "coin", "opponents": 2},
     "rank": {"type": "rank", "reward": BRIGHTNESS},
     "normal rank": {"type": "rank", "reward": BRIGHTNESS, "scale": "normal"},
     "diversity of pixels": {"type": "group_diversity"},
@@ -90,13 +90,13 @@ def test_group_rewards_by_hand() -> None:
 
 def test_judging_both_orders_cancels_a_position_bias() -> None:
     """The judge calls the first image better if it is at most 0.25 darker; in both orders that is a tie."""
-    assert score(CASES["win rate of a judge, both orders"], (0.2, 0.3, 0.9)) == [0.25, 0.25, 1.0]
+    assert score(CASES["win rate of pairs, both orders"], (0.2, 0.3, 0.9)) == [0.25, 0.25, 1.0]
     JUDGED.clear()
-    coins = score(CASES["win rate of a judge, coins"], (0.2, 0.3, 0.9))
+    coins = score(CASES["win rate of pairs, coins"], (0.2, 0.3, 0.9))
     assert len(JUDGED) == 3 and sorted(coins) == [0.0, 0.5, 1.0]  # the bias decides between the first two
     generator = torch.Generator().manual_seed(0)
     JUDGED.clear()
-    rubric(CASES["win rate of a judge, coins"]).score(
+    rubric(CASES["win rate of pairs, coins"]).score(
         torch.rand(40, 1, 3, 4, 4, generator=generator), ["it"] * 40, group_size=40
     )
     brighter_first = sum(a > b for a, b in JUDGED) / len(JUDGED)
@@ -160,7 +160,7 @@ def test_pointwise_rubric_scores_single_samples_by_the_reward_inside() -> None:
     parts = {
         "wins": build_component(RewardSpec, CASES["win_rate"]),
         "diversity": build_component(RewardSpec, {"type": "group_diversity"}),
-        "judged": build_component(RewardSpec, {"type": "win_rate", "reward": PAIR_JUDGE}),
+        "judged": build_component(RewardSpec, {"type": "win_rate", "reward": PAIRWISE}),
         "both": build_component(RewardSpec, CASES["sum with a win rate"]),
         "plain": build_component(RewardSpec, BRIGHTNESS),
     }
@@ -176,18 +176,18 @@ def test_pointwise_rubric_scores_single_samples_by_the_reward_inside() -> None:
     )  # the clip of win rates does not apply to what they compare
 
 
-def test_judges_of_pairs_work_only_inside_of_a_win_rate() -> None:
+def test_pairwise_rewards_work_only_inside_of_a_win_rate() -> None:
     with pytest.raises(ConfigError, match="TM1586"):
-        rubric(PAIR_JUDGE)
+        rubric(PAIRWISE)
     with pytest.raises(RewardError, match="TM1587"):
-        rubric({"type": "clipped", "min": 0, "reward": PAIR_JUDGE}).score(gray(0.1), ["it"])
+        rubric({"type": "clipped", "min": 0, "reward": PAIRWISE}).score(gray(0.1), ["it"])
     with pytest.raises(ConfigError, match="TM1584"):
-        build_component(RewardSpec, {"type": "rank", "reward": PAIR_JUDGE})
+        build_component(RewardSpec, {"type": "rank", "reward": PAIRWISE})
     with pytest.raises(ConfigError, match="TM1582"):
         build_component(RewardSpec, {"type": "cached", "reward": CASES["win_rate"]})
 
 
-def test_answers_of_a_pair_judge_outside_0_to_1_are_refused() -> None:
+def test_pairwise_answers_outside_0_to_1_are_refused() -> None:
     twice = register_function(lambda first, second, prompts, **metadata: first.mean((1, 2, 3)) * 2)
     judge = rubric({"type": "win_rate", "reward": {"type": "function", "function": twice, "receives": "pair"}})
     with pytest.raises(RewardError, match="TM1583"):
