@@ -96,7 +96,8 @@ def build(
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
     """Add functions to the rewards of a configuration, each with weight 1 and a batch size of 64.
 
-    A function with an attribute `differentiable = True` has scores with a gradient, as reward gradients need.
+    A function with an attribute `differentiable = True` has scores with a gradient, as reward gradients need. One with
+    `receives = "group"` gets all samples of a prompt per call.
     """
     if not functions:
         return config
@@ -107,7 +108,11 @@ def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunct
         )
     added = {
         name: RewardConfig(
-            FunctionReward(register_function(each), differentiable=getattr(each, "differentiable", False) is True)
+            FunctionReward(
+                register_function(each),
+                differentiable=getattr(each, "differentiable", False) is True,
+                receives="group" if getattr(each, "receives", "") == "group" else "batch",
+            )
         )
         for name, each in functions.items()
     }

@@ -23,6 +23,7 @@ PAGES = [
     "editing.md",
     "first-gpu-run.md",
     "get-started.md",
+    "group-rewards.md",
     "migrate-ddpo.md",
     "migrate-flow-grpo.md",
     "own-prompts.md",

@@ -90,7 +90,8 @@ def tiny_prompt_count(config: RunConfig) -> int:
     if isinstance(config.data, JointData):
         return min(config.batch.prompts, sum(config.data.counts))
     share = 2 * config.batch.minibatches
-    limit = max(share, TINY_BATCH_SIZE // config.objective.group_size)
+    samples = max(config.objective.group_size, config.objective.samples_per_prompt())
+    limit = max(share, TINY_BATCH_SIZE // samples)
     return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, limit - limit % share)
 
 

@@ -94,9 +94,9 @@ def reward_properties(spec: RewardSpec | None) -> Row:
     """Whether a reward is differentiable, what it reads, where it runs, and its card; None is a combinator."""
     if spec is None:
         card = asdict(RewardCard(INHERITED, INHERITED, INHERITED))
-        return {"differentiable": None, "modality": None, "runs_on": None, **card}
+        return {"differentiable": None, "modality": None, "runs_on": None, "needs_group": None, **card}
     properties = {"differentiable": spec.differentiable, "modality": spec.modality, "runs_on": spec.runs_on}
-    return {**properties, **asdict(spec.card)}
+    return {**properties, "needs_group": spec.needs_group, **asdict(spec.card)}
 
 
 def default_spec(name: str) -> RewardSpec | None:
@@ -198,7 +198,7 @@ def _table_cells(row: Row) -> list[str]:
     cells = [
         row["description"],
         {True: "yes", False: "no", None: row["range"]}[row["differentiable"]],
-        row["modality"] or row["range"],
+        f"{row['modality'] or row['range']}{', whole groups' if row['needs_group'] else ''}",
         row["runs_on"] or row["range"],
         row["memory"],
         row["range"],

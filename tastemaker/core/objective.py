@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from .group_selection import PoolSelection, rank_correlation
 from .interruption import Interrupted, current_stop
 from .policy import P, Policy, Process
 from .randomness import Randomness
@@ -106,9 +107,15 @@ class Context(Generic[P]):
         rows = self.rng.rows.cpu() if self.first_row is None else torch.arange(self.first_row, self.first_row + count)
         return replace(self.rng, rows=rows)
 
-    def chunks(self, rows: int) -> Sequence[Tensor]:
-        """Row numbers of each rollout batch. Random numbers depend on the row, so that samples do not on the split."""
-        return torch.split(torch.arange(rows), self.rollout_batch_size or max(rows, 1))
+    def chunks(self, rows: int, group_size: int = 1) -> Sequence[Tensor]:
+        """Row numbers of each rollout batch. Random numbers depend on the row, so that samples do not on the split.
+
+        A batch holds whole groups of adjacent rows, or is a part of one group if groups are larger than a batch.
+        """
+        size = self.rollout_batch_size or max(rows, 1)
+        if group_size <= size:
+            return torch.split(torch.arange(rows), size // group_size * group_size)
+        return [part for group in torch.split(torch.arange(rows), group_size) for part in torch.split(group, size)]
 
     def sample(self, cond: Condition, rng: Randomness) -> Trajectory:
         """Sample without gradients, one rollout batch after the other."""
@@ -137,6 +144,7 @@ class Objective(ABC, Generic[P, B, E, Q]):
     consumes: ClassVar[type]  # the type of batch it trains on: PromptBatch, ImageBatch, PreferenceBatch …
     also_consumes: ClassVar[tuple[type, ...]] = ()  # other types of batches it accepts
     group_size: int = 1  # samples per prompt
+    keep: PoolSelection | None = None  # the best and worst samples of a larger pool, which make the group
 
     def experience_per_prompt(self) -> int:
         """Rows of experience per row of the batch."""
@@ -147,12 +155,15 @@ class Objective(ABC, Generic[P, B, E, Q]):
         return 1
 
     def samples_per_prompt(self) -> int:
-        """Samples generated per prompt; 0 for objectives that train on data."""
-        return self.group_size if self.consumes is PromptBatch else 0
+        """Samples generated per prompt, with those of a pool; 0 for objectives that train on data."""
+        pool_size = self.keep.pool_size if self.keep else 0
+        return self.group_size + pool_size if self.consumes is PromptBatch else 0
 
     def rollout_network_calls(self, each: int) -> int:
-        """Network calls of a rollout per prompt, given the calls of one sample."""
-        return self.samples_per_prompt() * each
+        """Network calls of a rollout per prompt, given the calls of one sample; a sample of a pool takes fewer."""
+        if self.keep is None:
+            return self.samples_per_prompt() * each
+        return self.keep.pool_size * self.keep.pool_num_steps + self.group_size * each
 
     def needs_log_probs(self) -> bool:
         """Whether the samples need the log-probabilities of their actions."""
@@ -200,46 +211,80 @@ class ScoredRollout:
     reward: Tensor  # [B] weighted sum
     advantage: Tensor  # [B]
     rewards: dict[str, Tensor]  # [B] of each reward, unweighted
+    weight: Tensor | None = None  # [B] of the sample's loss: 0 in groups that are filtered out; 1 if not given
+    pool: dict[str, Tensor] = field(default_factory=dict)  # [B] metrics of the pool that samples were selected from
 
     def __len__(self) -> int:
         return len(self.trajectory)
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        """Losses [B] of the samples, such that their mean is that over the samples of groups that are not filtered."""
+        return rows if self.weight is None else rows * self.weight
 
     def metrics(self, group_size: int) -> dict[str, Tensor]:
         """Rewards, and the share of groups whose rewards are all equal: their advantages are 0."""
         groups = self.reward.view(-1, group_size)
         zero_std = (groups.amax(1) - groups.amin(1) < 1e-8).float().mean()
         rewards = {f"rewards/{name}": reward for name, reward in self.rewards.items()}
-        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **rewards}
+        kept = {} if self.weight is None else {"kept_groups": (self.weight > 0).float()}
+        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **kept, **self.pool, **rewards}
 
 
 @torch.no_grad()
 def rollout_and_score(
-    ctx: Context[Process], batch: PromptBatch, group_size: int
+    ctx: Context[Process], batch: PromptBatch, group_size: int, keep: PoolSelection | None = None
 ) -> tuple[Trajectory, Randomness, Scores]:
     """Sample `group_size` images or videos per prompt and score them with the rubric.
 
-    The samples of a prompt are adjacent: row i is sample i % group_size of prompt i // group_size.
+    The samples of a prompt are adjacent: row i is sample i % group_size of prompt i // group_size. With `keep` they are
+    those of a larger pool with the highest and lowest rewards.
     """
-    rng, cond = ctx.rng.repeat(group_size), ctx.policy.embed(batch.prompts, batch.metadata).repeat(group_size)
-    scored: list[tuple[Trajectory, Scores]] = []
-    for rows in ctx.chunks(len(cond)):
-        trajectory = ctx.policy.sample(select_rows(cond, rows), select_rows(rng, rows))
-        pixels = ctx.policy.decode(trajectory.final)
+    cond, size = ctx.policy.embed(batch.prompts, batch.metadata), keep.pool_size if keep else group_size
+    rng, prompt = ctx.rng.repeat(size), torch.arange(len(cond)).repeat_interleave(size)
+    if keep is None:
+        trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt, rng, size)))
+        return trajectory, rng, scores
+    # A sample depends on its random row only, so that few steps preview the sample that all steps make of that row.
+    process = ctx.policy.process.with_num_steps(keep.pool_num_steps)
+    pool_ctx = replace(ctx, policy=replace(ctx.policy, process=process))
+    preview = concatenate([scores.total for _, scores in _sample_and_score(pool_ctx, cond, prompt, rng, size)])
+    rows = keep.pick(preview)
+    rng = select_rows(rng, rows)
+    trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt[rows.cpu()], rng, group_size)))
+    correlation = rank_correlation(*(x.view(-1, group_size) for x in (preview[rows], scores.total)))
+    pool = {"pool/rank_correlation": correlation, "pool/reward": preview.view(-1, size).mean(1)}
+    return trajectory, rng, replace(scores, pool={k: x.repeat_interleave(group_size) for k, x in pool.items()})
+
+
+def _sample_and_score(
+    ctx: Context[Process], cond: Condition, prompt: Tensor, rng: Randomness, group_size: int
+) -> Iterator[tuple[Trajectory, Scores]]:
+    """Yield samples and their scores, one rollout batch after the other; `prompt` is the row of `cond` of each sample.
+
+    If a reward compares the samples of a prompt, they wait for the rollout batch that completes their group.
+    """
+    unit = group_size if ctx.rubric.needs_groups else 1
+    waiting: list[tuple[Trajectory, Tensor]] = []
+    for rows in ctx.chunks(len(prompt), unit):
+        sampled = ctx.policy.sample(select_rows(cond, prompt[rows]), select_rows(rng, rows))
+        waiting.append((sampled, ctx.policy.decode(sampled.final)))
+        if len(rows) and (int(rows[-1]) + 1) % unit:
+            continue
+        trajectory, pixels = concatenate(waiting)
+        waiting = []
         with ctx.measure_time("reward"):
-            scores = score_rollout(ctx, pixels, trajectory.cond)
-        scored.append((trajectory, scores))
-    trajectories, all_scores = concatenate(scored)
-    return trajectories, rng, all_scores
+            scores = score_rollout(ctx, pixels, trajectory.cond, group_size)
+        yield trajectory, scores
 
 
-def score_rollout(ctx: Context[Process], pixels: Tensor, cond: Condition) -> Scores:
+def score_rollout(ctx: Context[Process], pixels: Tensor, cond: Condition, group_size: int) -> Scores:
     """Score samples. If the run is asked to stop and a reward of one rank hangs, all ranks give up together."""
     stop = current_stop()
     if not (stop.ranks_can_agree and ctx.rubric.uses_threads):
-        return ctx.rubric.score(pixels, cond.prompts, cond.metadata)
+        return ctx.rubric.score(pixels, cond.prompts, cond.metadata, group_size)
     scores, stop.may_abandon = None, True
     try:
-        scores = ctx.rubric.score(pixels, cond.prompts, cond.metadata)
+        scores = ctx.rubric.score(pixels, cond.prompts, cond.metadata, group_size)
     except Interrupted:
         pass  # the other ranks have to know first
     finally:

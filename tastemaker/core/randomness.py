@@ -88,6 +88,7 @@ class Purpose:
     DROPOUT_POSITIONS = "dropout places"
     DROPOUT_FEATURES = "dropout features"
     SHUFFLED_REWARD = "shuffled"
+    PAIR_ORDER = "pair order"  # in which a judge sees two samples
     # Data
     DATA_ORDER = "order"
     CROP = "crop"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
 from .errors import RewardError as RewardError
 from .interruption import POLL_SECONDS, Interrupted, abandonable_call, current_stop
+from .registry import ConfigError
 from .text_layout import truncate_text
 from .types import Metadata, Placement, Prompts
 
@@ -53,6 +54,26 @@ class Reward(ABC):
             return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
         return [self.score(pixels.clone(), prompts, metadata) for prompts in prompt_sets]
 
+    def score_groups(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], group_size: int) -> Tensor:
+        """Scores [B] of whole groups, whose samples are adjacent. Called if the spec `needs_group`.
+
+        By default `score` gets one group per call. Permuting the samples of a group permutes their scores.
+        """
+        groups = [slice(i, i + group_size) for i in range(0, len(pixels), group_size)]
+        return torch.cat([self.score(pixels[group], prompts[group], metadata[group]) for group in groups])
+
+    def compare(self, first: Tensor, second: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """Probability [N] that the first sample of each pair is the better one; 0.5 is a tie.
+
+        By default the scores decide. A pairwise reward, whose spec `compares_pairs`, looks at both samples at once.
+        """
+        better, worse = self.score(first, prompts, metadata), self.score(second, prompts, metadata)
+        return ((better > worse).float() + (better >= worse).float()) / 2
+
+    def pointwise(self) -> tuple[RewardSpec, Reward] | None:
+        """Of a reward that needs groups, the reward of single samples that it compares; None if there is none."""
+        return None
+
     def verifier(self) -> Verifier | None:
         """The reward as a verifier of unfinished samples; None if it judges finished ones only."""
         return None
@@ -60,6 +81,20 @@ class Reward(ABC):
     def tower(self) -> ImageTextTower | None:
         """The frozen network of the reward, on which a preference model can be trained; None if it has none."""
         return None
+
+
+class PairwiseReward(Reward):
+    """A reward that compares two samples and has no scores of single ones."""
+
+    @abstractmethod
+    def compare(self, first: Tensor, second: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """Probability [N] that the first sample of each pair is the better one; 0.5 is a tie."""
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        raise ValueError(
+            f"{type(self).__name__} compares two samples and has no scores of single ones; use it as the `reward` of "
+            "win_rate [TM1587]"
+        )
 
 
 @dataclass(frozen=True)
@@ -129,6 +164,16 @@ class RewardSpec(ABC):
         return "image"
 
     @property
+    def needs_group(self) -> bool:
+        """Whether a score depends on all samples of its prompt: the scorer gets whole groups, with all their frames."""
+        return False
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the scorer only compares two samples (`Reward.compare`) and has no scores of single ones."""
+        return False
+
+    @property
     def runs_on(self) -> Literal["device", "host", "remote"]:
         """Rewards on the host or on another machine run in threads, beside those on the device."""
         return "device"
@@ -145,8 +190,8 @@ class RewardSpec(ABC):
     def sources(self) -> tuple[WeightsSource, ...]:
         """Published weights that these settings need: those of the card, or those that a setting names instead."""
         sources, settings = list(self.card.sources), cast(Any, self)  # every spec is a dataclass
-        for field in fields(settings):
-            value, default = getattr(self, field.name), field.default
+        for setting in fields(settings):
+            value, default = getattr(self, setting.name), setting.default
             if isinstance(value, str) and value != default and default in {source.hub for source in sources}:
                 sources = [source for source in sources if source.hub != default]
                 if value in PUBLISHED_JUDGES:
@@ -215,6 +260,7 @@ class Scores:
 
     total: Tensor  # [B] weighted sum
     rewards: dict[str, Tensor]  # [B] of each reward, unweighted
+    pool: dict[str, Tensor] = field(default_factory=dict)  # [B] metrics of the pool that samples were selected from
 
 
 @dataclass(frozen=True)
@@ -240,6 +286,13 @@ class WeightedReward:
     def needs_gradient(self) -> bool:
         return self.spec.differentiable and self.weight != 0
 
+    def pointwise(self) -> WeightedReward | None:
+        """The reward of single samples; of one that needs groups, what it compares, or None."""
+        if not self.spec.needs_group:
+            return self
+        inner = self.reward.pointwise()
+        return inner and replace(self, spec=inner[0], reward=inner[1], normalize=None, clip=None)
+
     def normalized(self, score: Tensor) -> Tensor:
         """The score after normalization and clipping, before its weight."""
         if self.normalize is not None:
@@ -253,6 +306,11 @@ class Rubric:
     def __init__(self, rewards: Mapping[str, WeightedReward]) -> None:
         self.rewards = dict(rewards)
         for name, reward in self.rewards.items():
+            if reward.spec.compares_pairs:
+                raise ConfigError(
+                    f"reward '{name}' compares two samples and has no scores of single ones; use it inside of "
+                    "'{type: win_rate, reward: ...}' [TM1586]"
+                )
             if reward.spec.batch_size < 1:
                 raise ValueError(
                     f"reward '{name}' has batch_size {reward.spec.batch_size}; set batch_size to at least 1 [TM111]"
@@ -265,6 +323,24 @@ class Rubric:
         ]
         self._pool = ThreadPoolExecutor(max(1, len(self._in_threads)), thread_name_prefix="reward")
         self._for_training: Rubric | None = None
+        self._pointwise: Rubric | None = None
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether some reward compares the samples of a prompt, so that groups must not be split."""
+        return any(reward.spec.needs_group for reward in self.rewards.values())
+
+    def pointwise(self) -> Rubric:
+        """The rubric for single samples: rewards of groups are replaced by the reward that they compare, or left out.
+
+        Normalization and clipping, which are meant for the scores of groups, do not apply to the replacements.
+        """
+        if not self.needs_groups:
+            return self
+        if self._pointwise is None:
+            rewards = {name: weighted.pointwise() for name, weighted in self.rewards.items()}
+            self._pointwise = Rubric({name: weighted for name, weighted in rewards.items() if weighted})
+        return self._pointwise
 
     @property
     def uses_threads(self) -> bool:
@@ -279,12 +355,19 @@ class Rubric:
             self._for_training = Rubric({name: reward for name, reward in self.rewards.items() if not reward.held_out})
         return self._for_training
 
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Scores:
-        """Each reward and the weighted sum; gradients flow through differentiable rewards with a weight."""
-        return self.score_each(pixels, [prompts], metadata)[0]
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata] = (), group_size: int = 1) -> Scores:
+        """Each reward and the weighted sum; gradients flow through differentiable rewards with a weight.
+
+        The `group_size` samples of a prompt are adjacent. Only rewards that compare them use it.
+        """
+        return self.score_each(pixels, [prompts], metadata, group_size)[0]
 
     def score_each(
-        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata] = ()
+        self,
+        pixels: Tensor,
+        prompt_sets: Sequence[Prompts],
+        metadata: Sequence[Metadata] = (),
+        group_size: int = 1,
     ) -> list[Scores]:
         """Scores of the same pixels for several lists of prompts; image features are computed once if possible."""
         metadata = metadata or [{}] * len(prompt_sets[0])
@@ -294,18 +377,36 @@ class Rubric:
                     f"rubric: got {len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata "
                     "entries; pass one prompt and one metadata entry per sample [TM112]"
                 )
+            self._check_groups(prompts, group_size)
         pixels = check_pixels(pixels, prompt_sets[0]).float()
-        futures = self._submit(pixels, prompt_sets, metadata)
+        futures = self._submit(pixels, prompt_sets, metadata, group_size)
         with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is not the run's
             done = {}
             for name in self.rewards:
                 if name not in futures:
                     with abandonable_call():
-                        done[name] = self._score_one(name, pixels, prompt_sets, metadata)
+                        done[name] = self._score_one(name, pixels, prompt_sets, metadata, group_size)
         rewards = {name: _wait_for(futures[name]) if name in futures else done[name] for name in self.rewards}
         return [
             self._sum(pixels, {name: scores[i] for name, scores in rewards.items()}) for i in range(len(prompt_sets))
         ]
+
+    def _check_groups(self, prompts: Prompts, group_size: int) -> None:
+        """Refuse batches that are not whole groups of one prompt each, if some reward compares those."""
+        names = [name for name, reward in self.rewards.items() if reward.spec.needs_group]
+        if not names or not len(prompts):
+            return
+        if group_size < 2 or len(prompts) % group_size:
+            raise ValueError(
+                f"reward '{names[0]}' compares the samples of a prompt, but got {len(prompts)} samples in groups of "
+                f"{group_size}; score whole groups of at least 2 samples, or use the reward that it compares [TM1580]"
+            )
+        mixed = [i for i in range(len(prompts)) if prompts[i] != prompts[i // group_size * group_size]]
+        if mixed:
+            raise ValueError(
+                f"reward '{names[0]}' compares the samples of a prompt, but sample {mixed[0]} has another prompt than "
+                "the first of its group; place the samples of a prompt beside each other [TM1581]"
+            )
 
     def _sum(self, pixels: Tensor, rewards: Mapping[str, Tensor]) -> Scores:
         rewards = {name: reward.to(pixels.device) for name, reward in rewards.items()}
@@ -321,32 +422,42 @@ class Rubric:
         }
 
     def _submit(
-        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata], group_size: int
     ) -> dict[str, Future[list[Tensor]]]:
         if not self._in_threads:
             return {}
         pixels = pixels.detach().cpu()  # copied once, and before a thread on another stream could read them too early
         return {
-            name: self._pool.submit(self._score_one, name, pixels, prompt_sets, metadata) for name in self._in_threads
+            name: self._pool.submit(self._score_one, name, pixels, prompt_sets, metadata, group_size)
+            for name in self._in_threads
         }
 
     def _score_one(
-        self, name: str, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
+        self,
+        name: str,
+        pixels: Tensor,
+        prompt_sets: Sequence[Prompts],
+        metadata: Sequence[Metadata],
+        group_size: int,
     ) -> list[Tensor]:
-        """Scores [B] of one reward for each list of prompts, in chunks; image rewards are averaged over frames."""
+        """Scores [B] of one reward for each list of prompts, in chunks; image rewards are averaged over frames.
+
+        Chunks of a reward that needs groups are whole groups, and it averages over frames itself.
+        """
         reward, batch = self.rewards[name], len(pixels)
+        group_size = group_size if reward.spec.needs_group else 1
         if not batch:
             return [pixels.new_zeros(0) for _ in prompt_sets]
-        if reward.spec.modality == "image" and pixels.shape[1] > 1:
+        if reward.spec.modality == "image" and pixels.shape[1] > 1 and not reward.spec.needs_group:
             frames = pixels.shape[1]
             prompt_sets = [[prompt for prompt in prompts for _ in range(frames)] for prompts in prompt_sets]
             pixels, metadata = frames_as_samples(pixels, metadata)
-        size, chunks = reward.spec.batch_size, []
+        size, chunks = max(1, reward.spec.batch_size // group_size) * group_size, []
         with nullcontext() if reward.needs_gradient else torch.no_grad():
             for i in range(0, len(pixels), size):
                 chunk = slice(i, i + size)
                 prompts = [prompts[chunk] for prompts in prompt_sets]
-                chunks.append(_score_chunk(name, reward, pixels[chunk], prompts, metadata[chunk]))
+                chunks.append(_score_chunk(name, reward, pixels[chunk], prompts, metadata[chunk], group_size))
         return [torch.cat(scores).view(batch, -1).mean(1) for scores in zip(*chunks, strict=True)]
 
 
@@ -395,14 +506,22 @@ def frames_as_samples(pixels: Tensor, metadata: Sequence[Metadata]) -> tuple[Ten
 
 
 def _score_chunk(
-    name: str, reward: WeightedReward, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
+    name: str,
+    reward: WeightedReward,
+    pixels: Tensor,
+    prompt_sets: Sequence[Prompts],
+    metadata: Sequence[Metadata],
+    group_size: int,
 ) -> list[Tensor]:
     """Scores of one call of a reward, checked; failures become a RewardError."""
     # A reward of the user's may write into its pixels, also through numpy, where torch would not notice.
     private = pixels.clone() if reward.reward.needs_copy else pixels
     entries = [dict(entry) for entry in metadata] if reward.reward.needs_copy else metadata
     try:
-        values = reward.reward.score_prompts(private, prompt_sets, entries)
+        if reward.spec.needs_group:
+            values = [reward.reward.score_groups(private, prompts, entries, group_size) for prompts in prompt_sets]
+        else:
+            values = reward.reward.score_prompts(private, prompt_sets, entries)
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run as if it were done

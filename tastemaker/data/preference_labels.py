@@ -32,7 +32,7 @@ from ..core.types import Metadata, PromptBatch
 from ..evaluation.benchmark_run import load_benchmark
 from ..evaluation.geneval_rules import validate_metadata
 from ..models.pretrained import find_weights
-from ..rewards.folder_scorer import FolderScorer, ImageRecord, parse_reward
+from ..rewards.folder_scorer import FolderScorer, ImageRecord, parse_pointwise_reward
 from ..rewards.geneval import GenevalReward
 from ..search.base import start_candidates
 from ..search.generation import (
@@ -320,7 +320,7 @@ def sample_with_previews(
 
 def load_labeler(options: PreferenceOptions, *, tiny: bool) -> tuple[str, RewardSpec]:
     """Name and spec of the reward; missing weights and unsuitable prompts are refused before anything is sampled."""
-    name, spec = parse_reward(LABELER_ALIASES.get(options.labeler, options.labeler), "--labeler")
+    name, spec = parse_pointwise_reward(LABELER_ALIASES.get(options.labeler, options.labeler), "--labeler")
     if isinstance(spec, GenevalReward):
         for prompt, metadata in zip(options.prompts.prompts, options.prompts.metadata, strict=True):
             validate_metadata(metadata, f"--labeler geneval, '{prompt:.80}'")

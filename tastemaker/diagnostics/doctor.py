@@ -195,7 +195,7 @@ def check_reward_spread(run: Run) -> CheckResult:
     rng = Randomness(run.seed, STEP, torch.arange(len(cond), device=run.engine.device))
     with torch.no_grad(), run.engine.autocast():
         pixels = run.policy.decode(run.policy.sample(cond, rng).final)
-        scores = run.rubric.score(pixels, cond.prompts, cond.metadata)
+        scores = run.rubric.score(pixels, cond.prompts, cond.metadata, NUM_SAMPLES)
     spread = scores.total.view(len(first), NUM_SAMPLES).std(1)
     number = f"mean {scores.total.mean().item():.3g}, spread within a prompt {spread.mean().item():.1e}"
     if bool((spread > 0).all()):
@@ -234,7 +234,7 @@ def check_reward_inputs(run: Run) -> CheckResult:
     with torch.no_grad(), run.engine.autocast():
         pixels = run.policy.decode(run.policy.sample(cond, rng).final)
         rewards = {key: replace(run.rubric.rewards[key], reward=probe) for key, probe in probes.items()}
-        Rubric(rewards).score(pixels, cond.prompts, cond.metadata)
+        Rubric(rewards).score(pixels, cond.prompts, cond.metadata, 2)
     writing = [key for key, probe in probes.items() if probe.wrote]
     if not writing:
         return pass_check(name, pluralize(len(probes), "reward"))

@@ -282,7 +282,9 @@ class FakeRubric(Rubric):
     def parameters(self) -> list[nn.Parameter]:
         return [] if self.tower is None else list(self.tower.parameters())
 
-    def score_each(self, pixels: Tensor, several: Sequence[Prompts], metadata: Sequence[Metadata] = ()) -> list[Scores]:
+    def score_each(
+        self, pixels: Tensor, several: Sequence[Prompts], metadata: Sequence[Metadata] = (), group_size: int = 1
+    ) -> list[Scores]:
         score = self._score(pixels)
         return [Scores(score, dict.fromkeys(self.rewards, score))] * len(several)
 

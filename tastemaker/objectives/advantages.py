@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter
 from ..core.objective import Context, ObjectiveState
 from ..core.reward import Rubric
 
@@ -50,6 +51,21 @@ def combine_advantages(rubric: Rubric, rewards: Mapping[str, Tensor], advantage:
     total_weight = sum(abs(rubric.rewards[name].weight) for name in normalized)
     weighted = [rubric.rewards[name].weight / total_weight * advantage(score) for name, score in normalized.items()]
     return torch.stack(weighted).sum(0)
+
+
+def filter_weights(
+    ctx: Context[Any], reward: Tensor, group_size: int, group_filter: GroupFilter | None
+) -> Tensor | None:
+    """Weights [B] of the losses of samples: 0 in groups that are left out; None without a filter.
+
+    Losses are averaged over all samples of all ranks. With `average: kept` the others' weights make up for the zeros,
+    so that the mean is that over the samples that are left.
+    """
+    if group_filter is None:
+        return None
+    kept = group_filter.keeps(reward.view(-1, group_size)).float()
+    share = ctx.comm.gather(kept).mean() if group_filter.average == "kept" else torch.ones_like(kept[:1])
+    return (kept / share.clamp(min=1e-12)).repeat_interleave(group_size)
 
 
 class PromptTracker(ObjectiveState):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -26,10 +26,11 @@ class PreferenceExperience:
     cond: Condition
     chosen: Tensor  # [B, ...] in model space
     rejected: Tensor  # [B, ...]
-    weight: Tensor  # [B] 0 for a pair without a preference
+    weight: Tensor  # [B] 0 for a pair without a preference, or of a group that is filtered out
     rng: Randomness
     reward: Tensor  # [B] mean reward of the prompt's samples; 0 for data without rewards
     reward_guidance: RewardGuidanceBatch | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # [B] of the groups that the pairs come from
 
     def __len__(self) -> int:
         return len(self.cond)

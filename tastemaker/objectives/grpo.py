@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter
 from ..core.objective import (
     Context,
     NoState,
@@ -24,7 +25,7 @@ from ..core.types import Loss, PromptBatch, Segment
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
-from .advantages import AdvantageKind, PromptTracker, combine_advantages, relative_advantages
+from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
 from .critical_tokens import confidence_weights, find_critical_tokens
 from .ppo import count_actions, kl_to_reference, masked_mean
 from .trust_region import NEEDS_LATENTS, NEEDS_TOKENS, TrustRegion, trust_region_surrogate
@@ -58,6 +59,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     advantage_eps: float = 1e-4  # added to standard deviations
     tracker_size: int = 32  # rewards kept per prompt, for advantage: tracker
     tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
     # GCPO, autoregressive models: share of tokens of each of three kinds that train, 0.1 as published; 0: all tokens
     critical_tokens: float = 0.0
     # GCPO: clips log policy / reference, whose mean up to a token weights its advantage, at 0.5 as published; 0: off
@@ -171,7 +173,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             )
             segments = tuple(replace(segment, mask=segment.mask * critical) for segment in trajectory.segments)
             trajectory = replace(trajectory, segments=segments)
-        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
+        weight = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards, weight)
 
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.metrics(self.group_size)
@@ -213,7 +216,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             kl = kl_to_reference(policy, reference, segment.action, log_prob, self.kl_estimator)
             objective = objective - self.kl_coef * kl
             metrics["kl"] = masked_mean(kl, segment.mask)
-        return Loss(-(objective * segment.mask).sum(1) / count_actions(segments), metrics)
+        return Loss(experience.weighted(-(objective * segment.mask).sum(1) / count_actions(segments)), metrics)
 
 
 def noise_weight(process: GaussianProcess, segments: Sequence[Segment], part: int) -> Tensor:

@@ -9,10 +9,11 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, ScoredRollout, require_settings, rollout_and_score
 from ..core.types import Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
-from .advantages import combine_advantages, group_mean_advantages
+from .advantages import combine_advantages, filter_weights, group_mean_advantages
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
     old_policy_decay_rate: float = 0.001  # EMA decay of the sampling policy: min(rate * step, max)
     old_policy_decay_max: float = 0.5
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
+    keep: PoolSelection | None = None  # train on the best and worst of a larger pool (Sol-RL); needs an ODE sampler
     needs: ClassVar[type] = GaussianProcess
     consumes: ClassVar[type] = PromptBatch
 
@@ -39,6 +42,8 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
                 "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
                 f"compared with each other, got {self.group_size}; raise 'group_size' [TM309]"
             )
+        if self.keep is not None:
+            self.keep.check_group_size(self.group_size)
         valid = self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0
         expected = "kl_coef of at least 0 and the other settings above 0"
         require_settings(self, "beta num_timesteps advantage_clip kl_coef", valid, expected)
@@ -51,7 +56,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> ScoredRollout:
         with ctx.policy.weights.use("old"):
-            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
+            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size, self.keep)
 
         def compute_advantages(reward: Tensor) -> Tensor:
             return group_mean_advantages(reward, self.group_size, ctx.comm.gather(reward))
@@ -60,7 +65,8 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
             advantage = combine_advantages(ctx.rubric, scores.rewards, compute_advantages)
         else:
             advantage = compute_advantages(scores.total)
-        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
+        weight = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards, weight, scores.pool)
 
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.metrics(self.group_size)
@@ -87,7 +93,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
         if reference is not None:
             kl = ((prediction - reference) ** 2).flatten(1).mean(1) * policy.process.path.output_error_weight(noisy.t)
             rows, metrics["kl"] = rows + self.kl_coef * kl, kl.detach()
-        return Loss(rows / self.num_timesteps, metrics)
+        return Loss(experience.weighted(rows / self.num_timesteps), metrics)
 
     def after_update(self, ctx: Context[GaussianProcess]) -> None:
         decay = min(self.old_policy_decay_rate * ctx.rng.step, self.old_policy_decay_max)

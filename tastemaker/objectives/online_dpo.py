@@ -10,9 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
 from ..core.types import Loss, PromptBatch, select_rows
+from .advantages import filter_weights
 from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss
 from .reward_guidance import check_guidance_name, guidance_loss, make_guidance_batch
 
@@ -37,6 +39,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
     reset_reference: bool = True  # each round starts with its own weights as the reference
     reward_guidance_coef: float = 0.0  # weight of -log reward
     reward_guidance_name: str = ""  # name of that reward; the weighted sum of all if empty
+    filter_groups: GroupFilter | None = None  # which groups form pairs; all if not given
+    keep: PoolSelection | None = None  # choose the pair among the best and worst of a larger pool; needs an ODE sampler
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
                 f"'group_size': expected at least 2 samples per prompt to form a pair, got {self.group_size}; "
                 "raise 'group_size' [TM312]"
             )
+        if self.keep is not None:
+            self.keep.check_group_size(self.group_size)
         valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
         require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")
         check_guidance_name(self.reward_guidance_name, self.reward_guidance_coef)
@@ -72,20 +78,26 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
         process = ctx.policy.process if self.needs_log_probs() else ctx.policy.process.with_sampled_log_probs()
         with self._sampling_weights(ctx.policy):
             trajectory, _, scores = rollout_and_score(
-                replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group_size
+                replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group_size, self.keep
             )
         groups = scores.total.view(-1, self.group_size)
         first = torch.arange(len(groups), device=groups.device) * self.group_size
         best, worst = first + groups.argmax(1), first + groups.argmin(1)
         has_preference = (groups.amax(1) > groups.amin(1)).float()
+        filtered = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
+        weight = has_preference if filtered is None else has_preference * filtered[first]
         cond, final = select_rows(trajectory.cond, best), trajectory.final
         guidance = None
         if self.reward_guidance_coef:
             guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, self.group_size)
-        return PreferenceExperience(cond, final[best], final[worst], has_preference, ctx.rng, groups.mean(1), guidance)
+        metrics = {"zero_std_groups": 1 - has_preference, **{name: x[first] for name, x in scores.pool.items()}}
+        if filtered is not None:
+            metrics["kept_groups"] = (filtered[first] > 0).float()
+        reward = groups.mean(1)
+        return PreferenceExperience(cond, final[best], final[worst], weight, ctx.rng, reward, guidance, metrics)
 
     def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
-        return {"reward/mean": experience.reward, "zero_std_groups": (1 - experience.weight).mean()}
+        return {"reward/mean": experience.reward, **experience.metrics}
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         guidance_parts = len(experience.reward_guidance.trajectory.segments) if experience.reward_guidance else 0

@@ -16,6 +16,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from ..core.distributions import TokenDistribution, top_k_top_p_filter
+from ..core.group_selection import GroupFilter
 from ..core.guidance import scoring_model
 from ..core.objective import Context, Objective, drop_prompts, require_settings
 from ..core.policy import Policy
@@ -23,7 +24,7 @@ from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, ImageBatch, Loss, Segment, concatenate, select_rows
 from ..data.image_io import resize_area
 from ..processes.autoregressive import AutoregressiveProcess, make_decoder
-from .advantages import group_advantages
+from .advantages import filter_weights, group_advantages
 from .ppo import clipped_surrogate, k3_estimate
 
 LLAMAGEN_PROMPT_DROPOUT = 0.1  # share of conditions that LlamaGen's network drops in training mode
@@ -43,6 +44,7 @@ class TeacherForcedSamples:
     advantage: Tensor  # [B, G]
     rewards: dict[str, Tensor]  # [B, G] of each reward
     offset: Tensor | None = None  # [B] first sample of the row in its group, if groups are split over several rows
+    weight: Tensor | None = None  # [B, G] of the samples' losses: 0 in groups that are filtered out; 1 if not given
 
     def __len__(self) -> int:
         return len(self.cond)
@@ -58,7 +60,8 @@ class TeacherForcedSamples:
         groups = self.reward.view(-1, group_size or self.reward.shape[1])
         zero_std = (groups.amax(1) - groups.amin(1) < 1e-8).float()
         rewards = {f"rewards/{name}": reward for name, reward in self.rewards.items()}
-        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **rewards}
+        kept = {} if self.weight is None else {"kept_groups": (self.weight > 0).float()}
+        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **kept, **rewards}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
     advantage_clip: float = 5.0
     unbiased_std: bool = True  # divide the variance of a group by n - 1
     advantage_eps: float = 1e-8  # added to standard deviations
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
     # Bugs of the first LlamaGen trainer, for comparison; both make the first ratios differ from 1.
     emulate_bugs: tuple[Literal["sampled_context", "dropout"], ...] = ()
     # Samples of an image that one network call of an update scores; default the whole group. Minibatches and
@@ -142,6 +146,9 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         samples = concatenate(
             [self._sample_and_score(ctx, select_rows(batch, rows), select_rows(ctx.rng, rows)) for rows in chunks]
         )
+        weight = filter_weights(ctx, samples.reward.flatten(), self.group_size, self.filter_groups)
+        if weight is not None:
+            samples = replace(samples, weight=weight.view_as(samples.reward))
         return split_groups(samples, self.samples_per_call) if self.samples_per_call else samples
 
     def _sample_and_score(
@@ -183,7 +190,8 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         if self.ce_coef:
             metrics["log_likelihood"] = log_likelihood.detach()
         per_sample = (objective * segment.mask).sum(1) / segment.mask.sum(1)
-        group_mean = per_sample.view(experience.samples.shape[:2]).mean(1)
+        per_sample = per_sample.view(experience.samples.shape[:2])
+        group_mean = (per_sample if experience.weight is None else per_sample * experience.weight).mean(1)
         return Loss(-group_mean - self.ce_coef * log_likelihood, metrics)
 
     def _token_mask(self, experience: TeacherForcedSamples, epoch: int) -> Tensor:
@@ -231,6 +239,7 @@ def split_groups(samples: TeacherForcedSamples, size: int) -> TeacherForcedSampl
         advantage=split(samples.advantage),
         rewards={name: split(reward) for name, reward in samples.rewards.items()},
         offset=offset,
+        weight=None if samples.weight is None else split(samples.weight),
     )
 
 
@@ -341,7 +350,7 @@ def reconstruction_rewards(
     prompts = [prompt for prompt in batch.prompts for _ in range(group_size)]
     samples = ctx.policy.decode(tokens.flatten(0, 1))
     with ctx.measure_time("reward"):
-        scores = ctx.rubric.score(samples, prompts, metadata)
+        scores = ctx.rubric.score(samples, prompts, metadata, group_size)
     total = scores.total.view(-1, group_size)
     rewards = {name: reward.view(-1, group_size) for name, reward in scores.rewards.items()}
     if not latent_weight:

@@ -241,6 +241,7 @@ def generate_samples(source: Run | Policy[Any], batch: PromptBatch, seed: int | 
 @torch.no_grad()
 def score_samples(samples: SampleSet, rubric: Rubric) -> SampleSet:
     """Add the scores of all rewards of a rubric to samples."""
+    rubric = rubric.pointwise()
     if not rubric.rewards:
         return samples
     rewards = rubric.score(stack_pixels(samples.pixels), samples.prompts, samples.metadata).rewards

@@ -38,6 +38,13 @@ class CachedReward(RewardWrapper):
     directory: Path | None = None  # of the SQLite file, for all runs and processes; in memory if not given
     max_entries: Annotated[int, Field(ge=1)] = 1_000_000  # beyond them the oldest are dropped
 
+    def __post_init__(self) -> None:
+        if self.reward.needs_group:
+            raise ValueError(
+                f"'reward': {type(self.reward).__name__} compares the samples of a prompt, so that a score belongs to "
+                "its group, not to its image; cache the reward inside instead [TM1582]"
+            )
+
     def load(self, placement: Placement) -> Reward:
         inner = load_shared_reward(self.reward, placement)
         cache = ScoreCache(self.directory / "scores.sqlite" if self.directory else None, self.max_entries)

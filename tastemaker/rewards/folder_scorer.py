@@ -96,11 +96,22 @@ def parse_reward(text: str, option: str) -> tuple[str, RewardSpec]:
     return str(data["type"]), spec
 
 
+def parse_pointwise_reward(text: str, option: str) -> tuple[str, RewardSpec]:
+    """A reward as `parse_reward` returns it, if it scores single samples."""
+    name, spec = parse_reward(text, option)
+    if spec.needs_group or spec.compares_pairs:
+        raise ConfigError(
+            f"{option}: '{name}' compares the samples of a prompt with each other, and has no score of one sample; use "
+            "a reward of single samples, such as the one that it compares, and train with groups for this one [TM1589]"
+        )
+    return name, spec
+
+
 def parse_rewards(texts: Sequence[str]) -> dict[str, RewardConfig]:
-    """Several rewards under distinct names."""
+    """Several rewards of single samples under distinct names."""
     rewards: dict[str, RewardConfig] = {}
     for text in texts:
-        name, spec = parse_reward(text, "--reward")
+        name, spec = parse_pointwise_reward(text, "--reward")
         rewards[name if name not in rewards else f"{name}-{len(rewards)}"] = RewardConfig(spec)
     return rewards
 

@@ -1,4 +1,4 @@
-"""Yes-or-no questions to a vision-language model, as reward and as verifier (ORM and PARM, Guo et al. 2025)."""
+"""Yes-or-no questions to a vision-language model, as reward, as verifier (ORM and PARM) and as pairwise judge."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.reward import BatchSize, PretrainedReward, Reward, RewardCard, Verdict, Verifier
+from ..core.reward import BatchSize, PairwiseReward, PretrainedReward, Reward, RewardCard, Verdict, Verifier
 from ..core.types import Metadata, Placement, Prompts, concatenate
 from ..vlm.chat_model import ONE_VISION, load_chat_model
 from ..vlm.judge import VlmJudge
 from ..vlm.yes_no import QUESTIONS, AnswerMode
 from .backbones.frozen_models import TINY
+
+PAIR_QUESTION = (
+    'Two images stand side by side. Does the left one show "{prompt}" better than the right one? Answer yes or no.'
+)
+GAP = 0.05  # of the width, between two images side by side
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,45 @@ class VlmScorer(Reward, Verifier):
 
     def explain(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[str]:
         return self.vlm_judge.explain(pixels[:, pixels.shape[1] // 2].float(), prompts, self.spec.batch_size)
+
+
+@dataclass(frozen=True)
+class VlmPairReward(PretrainedReward):
+    """A pairwise judge for `win_rate`: a vision-language model sees two images side by side; is the left one better?
+
+    The answer is the probability of `yes`. Published pairwise judges are asked in other words; give theirs as
+    `question`. The models prefer one side, so keep `order: both` of `win_rate`.
+    """
+
+    question: str = PAIR_QUESTION
+    answer_mode: AnswerMode = "yes_no_logits"
+    weights: str = ONE_VISION.hub  # or a folder in the layout of transformers or LLaVA-NeXT
+    batch_size: BatchSize = 8  # pairs
+    card: ClassVar[RewardCard] = RewardCard(
+        range="0 to 1", failure_modes="words written into the image, collages; a preference for one side",
+        memory="16 GB (7B)", sources=(ONE_VISION,),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.question:
+            raise ValueError(f"'question': '{self.question:.60}' does not contain {{prompt}}; add {{prompt}} [TM1588]")
+
+    @property
+    def compares_pairs(self) -> bool:
+        return True
+
+    def load(self, placement: Placement) -> VlmPairJudge:
+        name = "" if self.weights == TINY else self.weights
+        return VlmPairJudge(self, VlmJudge(load_chat_model(self.weights, placement), self.answer_mode, 0.5, name))
+
+
+@dataclass(frozen=True)
+class VlmPairJudge(PairwiseReward):
+    spec: VlmPairReward
+    vlm_judge: VlmJudge
+
+    def compare(self, first: Tensor, second: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """Compare images, and videos by their middle frame."""
+        left, right = (pixels[:, pixels.shape[1] // 2] for pixels in (first, second))
+        gap = left.new_ones(*left.shape[:3], max(1, round(GAP * left.shape[3])))
+        return self.vlm_judge.judge_finished(torch.cat([left, gap, right], 3), prompts, self.spec.question).score

@@ -42,6 +42,10 @@ class RewardWrapper(RewardSpec):
         return self.reward.modality
 
     @property
+    def needs_group(self) -> bool:
+        return self.reward.needs_group
+
+    @property
     def runs_on(self) -> Literal["device", "host", "remote"]:
         return self.reward.runs_on
 
@@ -73,6 +77,9 @@ class WrappedScorer(Reward):
     @property
     def needs_copy(self) -> bool:
         return self.inner.needs_copy or not is_shipped(self.spec)
+
+    def pointwise(self) -> tuple[RewardSpec, Reward] | None:
+        return self.inner.pointwise()
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.spec.score_with(self.inner, pixels, prompts, metadata)
@@ -202,7 +209,7 @@ class ShuffledReward(RewardWrapper):
         return self._score(inner, pixels, prompts, metadata)[others]
 
     def _score(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        size = self.reward.batch_size
+        size = len(pixels) if self.needs_group else self.reward.batch_size
         chunks = [slice(i, i + size) for i in range(0, len(pixels), size)]
         return torch.cat([inner.score(pixels[chunk], prompts[chunk], metadata[chunk]) for chunk in chunks])
 
@@ -242,6 +249,10 @@ class SumReward(RewardSpec):
         return "video" if any(spec.modality == "video" for spec in self.rewards) else "image"
 
     @property
+    def needs_group(self) -> bool:
+        return any(spec.needs_group for spec in self.rewards)
+
+    @property
     def runs_on(self) -> Literal["device", "host", "remote"]:
         places = {spec.runs_on for spec in self.rewards}
         return "device" if "device" in places else "host" if "host" in places else "remote"
@@ -277,4 +288,14 @@ class SumScorer(Reward):
     rubric: Rubric
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        return self.rubric.score(pixels, prompts, metadata).total
+        return self.rubric.score(pixels, prompts, metadata, len(pixels)).total
+
+    def score_groups(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], group_size: int) -> Tensor:
+        return self.rubric.score(pixels, prompts, metadata, group_size).total
+
+    def pointwise(self) -> tuple[RewardSpec, Reward] | None:
+        rubric = self.rubric.pointwise()
+        parts = list(rubric.rewards.values())
+        if not parts:
+            return None
+        return SumReward(tuple(part.spec for part in parts), tuple(part.weight for part in parts)), SumScorer(rubric)

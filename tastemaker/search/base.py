@@ -161,6 +161,6 @@ class RubricVerifier(Verifier):
     promising_score: float = 0.0
 
     def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
-        score = self.rubric.score(pixels, prompts, metadata).total
+        score = self.rubric.pointwise().score(pixels, prompts, metadata).total
         clear = torch.full_like(score, progress >= self.clear_progress, dtype=torch.bool)
         return Verdict(clear, score >= self.promising_score, score)

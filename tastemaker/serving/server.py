@@ -15,7 +15,7 @@ from ..core.registry import ConfigError
 from ..core.reward import RewardSpec, Rubric, WeightedReward, load_shared_reward
 from ..core.types import Placement
 from ..rewards.cached import reward_fingerprint
-from ..rewards.folder_scorer import parse_reward
+from ..rewards.folder_scorer import parse_pointwise_reward
 from .access import is_loopback
 from .batch_queue import BatchQueue
 from .limits import ServiceLimits
@@ -48,7 +48,7 @@ def run_reward_server(reward: str, options: ServerOptions, placement: Placement,
             f"decoded, but all requests together may use {limits.max_total_bytes >> 20} MB; set --max-total-mb to at "
             f"least {3 * limits.max_bytes >> 20}, or lower --max-request-mb [TM1027]"
         )
-    name, spec = parse_reward(reward, "serve-reward")
+    name, spec = parse_pointwise_reward(reward, "serve-reward")
 
     def log_error(text: str) -> None:
         console.print(f"refused: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -55,7 +55,7 @@ def _measure_chunk(run: Run, batch: PromptBatch, indices: Tensor) -> dict[str, T
     rng = Randomness(run.seed, GUARD_STEP, indices.to(run.engine.device))
     final = run.policy.sample(run.policy.embed(chunk.prompts, chunk.metadata), rng).final
     pixels = run.policy.decode(final).float().clamp(0, 1)
-    scores = run.rubric.score(pixels, chunk.prompts, chunk.metadata)
+    scores = run.rubric.pointwise().score(pixels, chunk.prompts, chunk.metadata)
     rewards = {f"{REWARD_PREFIX}{name}": reward for name, reward in scores.rewards.items()}
     return {"reward/mean": scores.total, **rewards, **image_statistics(pixels), THUMBNAILS: make_thumbnails(pixels)}
 

@@ -106,7 +106,7 @@ def train_step(run: Run, step: int) -> StepMetrics:
     run.step_complete = True
     return StepMetrics(
         step=step + 1,
-        samples=run.batch.prompts * objective.group_size,
+        samples=run.batch.prompts * (objective.samples_per_prompt() or objective.group_size),
         means=means.mean(engine.comm),
         updates=[("grad_norm", launched) for launched in updates],
         lr=updates[-1].lr,

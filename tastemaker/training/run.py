@@ -70,7 +70,7 @@ class Run:
     guard_history: GuardHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        held_out = [name for name, reward in self.rubric.rewards.items() if not reward.weight]
+        held_out = [name for name, reward in self.rubric.pointwise().rewards.items() if not reward.weight]
         self.guard_history = GuardHistory(held_out, self.guard.patience)
         self.objective_state = self.objective.make_state()
         self.engine.prepare(self.policy.weights)

@@ -28,7 +28,7 @@ def generate_samples(run: Run, step: int) -> SamplesGenerated:
     # With an image dataset, rewards may need the target image, which prompts from `sample.prompts` do not have.
     if not run.sample.prompts or run.objective.consumes is not ImageBatch:
         with run.engine.autocast():
-            rewards = run.rubric.score(pixels, prompts, metadata).rewards
+            rewards = run.rubric.pointwise().score(pixels, prompts, metadata).rewards
         scores = {name: reward.mean().item() for name, reward in rewards.items()}
     return SamplesGenerated(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), scores)
 

@@ -21,6 +21,7 @@ from tastemaker.core.types import Metadata, Placement
 from tastemaker.data.image_io import ImageError, read_image, save_image
 from tastemaker.rewards.color import BrightnessReward
 from tastemaker.rewards.function import register_function
+from tastemaker.rewards.group import WinRateReward
 
 INNER_REWARD = {"type": "brightness"}
 
@@ -48,6 +49,8 @@ def tiny(name: str) -> Rubric:
         spec = build_component(RewardSpec, {"type": name, **REQUIRED_SETTINGS.get(name, {})}).tiny()
     except ConfigError:
         spec = build_component(RewardSpec, {"type": name, "reward": INNER_REWARD}).tiny()
+    if spec.compares_pairs:
+        spec = WinRateReward(spec)
     return Rubric({name: WeightedReward(spec, spec.load(Placement()), 0.0)})
 
 
@@ -83,7 +86,7 @@ def find_problem(name: str, pixels: Tensor, prompt: str) -> str:
     metadata = [all_metadata(*pixels.shape[1:2], *pixels.shape[3:])] * len(pixels)
     before, version = pixels.clone(), pixels._version
     try:
-        scores = tiny(name).score(pixels, [prompt] * len(pixels), metadata).rewards[name]
+        scores = tiny(name).score(pixels, [prompt] * len(pixels), metadata, len(pixels)).rewards[name]
     except RewardError as error:
         # An exception from inside a library explains nothing to users; ours name what was expected.
         ours = any(kind in str(error) for kind in ("ValueError", "ConfigError", "ImageError"))
