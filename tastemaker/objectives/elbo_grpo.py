@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.distributions import expand_dims_like
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import (
     Context,
     NoState,
@@ -29,7 +30,7 @@ from ..core.randomness import Randomness
 from ..core.types import Corrupted, Loss, PromptBatch, Trajectory, select_rows
 from ..processes.gaussian import GaussianProcess
 from ..processes.masked import MaskedProcess
-from .advantages import AdvantageKind, PromptTracker, combine_advantages, relative_advantages
+from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
 from .denoising_likelihood import LikelihoodKind, velocity_distance
 from .likelihood_estimators import (
     DenoisingEstimator,
@@ -48,8 +49,8 @@ OLD, REFERENCE, LAGGED = "old", "reference", "lagged"  # weight snapshots
 class ForwardRollout(ScoredRollout):
     """Samples with advantages, and their likelihoods under the weights that sampled them."""
 
-    num_levels: int  # corruptions of each sample
-    old_likelihood: Tensor | None  # [B, num_levels]; None if the loss does not need it
+    num_levels: int = 1  # corruptions of each sample
+    old_likelihood: Tensor | None = None  # [B, num_levels]; None if the loss does not need it
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
     old_policy_decay_max: float = 0.5
     ema_decay_rate: float = 0.001  # EMA decay of the lagged copy of ema_kl_coef: min(rate * step, max)
     ema_decay_max: float = 0.3
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
+    keep: PoolSelection | None = None  # train on the best and worst of a larger pool (Sol-RL); needs an ODE sampler
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
@@ -115,6 +118,8 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
                 "'combine': advantages cannot be combined with advantage: tracker, because the tracker keeps one "
                 "reward per prompt; choose another 'advantage' [TM1541]"
             )
+        if self.keep is not None:
+            self.keep.check_group_size(self.group_size)
         counts = self.num_timesteps >= 1 and self.ghuber_power > 0 and self.timestep_shift > 0
         require_settings(self, "num_timesteps ghuber_power timestep_shift", counts, "numbers above 0")
         require_settings(self, "timestep_fraction", 0 < self.timestep_fraction <= 1, "a share above 0 and up to 1")
@@ -187,7 +192,7 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
         estimator = self.make_estimator(ctx.policy.process)
         old_likelihood = None
         with self._sampling_weights(ctx.policy):
-            trajectory, rng, scores = rollout_and_score(sampling, batch, self.group_size)
+            trajectory, rng, scores = rollout_and_score(sampling, batch, self.group_size, self.keep)
             trajectory = replace(trajectory, segments=())
             if self.ratio != "none" or self.loss_type in ("pepg", "par"):
                 chunks = [select_rows((trajectory, rng), rows) for rows in ctx.chunks(len(trajectory))]
@@ -202,7 +207,8 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
         else:
             advantage = compute_advantages(scores.total)
         advantage = self.shape_advantages(advantage)
-        rewards = scores.total, advantage, scores.rewards
+        weight = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
+        rewards = scores.total, advantage, scores.rewards, weight, scores.pool
         return ForwardRollout(trajectory, rng, *rewards, estimator.num_levels, old_likelihood)
 
     def _sampling_weights(self, policy: Policy[Process]) -> AbstractContextManager[None]:
@@ -249,7 +255,8 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
             old = None if experience.old_likelihood is None else experience.old_likelihood[:, part.index]
             rows, metrics = self.surrogate(current.likelihood, old, experience.advantage)
         penalty, anchor_metrics = self.anchor_penalty(current, others, noisy, trajectory.final)
-        return Loss((rows + penalty) / experience.num_levels, {**metrics, **anchor_metrics})
+        rows = experience.weighted((rows + penalty) / experience.num_levels)
+        return Loss(rows, {**metrics, **anchor_metrics})
 
     def _anchors(self) -> dict[str, float]:
         """Weight snapshots that the policy is kept close to, with their coefficients."""

@@ -9,11 +9,12 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ..core.distributions import expand_dims_like
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, ScoredRollout, require_settings, rollout_and_score
 from ..core.randomness import Purpose
 from ..core.types import Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
-from .advantages import combine_advantages, group_advantages
+from .advantages import combine_advantages, filter_weights, group_advantages
 from .denoising_likelihood import predict_clean, velocity_distance, velocity_level
 
 MIN_TIMESTEP = 1e-3
@@ -29,14 +30,14 @@ class RAM(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
 
     group_size: int = 8
     reward_multiplier: float = 100.0  # of advantages; 1000 for PickScore in the paper
-    baseline: Literal["old", "live"] = (
-        "old"  # whose error is scaled: the sampling policy, or the live one (equation 17)
-    )
+    baseline: Literal["old", "live"] = "old"  # whose error is scaled: the sampling policy's, or the live one's (eq. 17)
     num_timesteps: int = 8  # noise levels per sample, each with new noise
     time_exponent: float = 1.0  # training levels t have a density proportional to t ** time_exponent
     combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
     old_policy_decay_rate: float = 0.01  # EMA decay of the sampling policy: min(rate * step, max)
     old_policy_decay_max: float = 0.9
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
+    keep: PoolSelection | None = None  # train on the best and worst of a larger pool (Sol-RL); needs an ODE sampler
     needs: ClassVar[type] = GaussianProcess
     consumes: ClassVar[type] = PromptBatch
 
@@ -46,6 +47,8 @@ class RAM(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
                 "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
                 f"compared with each other, got {self.group_size}; raise 'group_size' [TM1564]"
             )
+        if self.keep is not None:
+            self.keep.check_group_size(self.group_size)
         valid = self.reward_multiplier > 0 and self.num_timesteps >= 1 and self.time_exponent > -1
         expected = "reward_multiplier and num_timesteps above 0, and time_exponent above -1"
         require_settings(self, "reward_multiplier num_timesteps time_exponent", valid, expected)
@@ -59,7 +62,7 @@ class RAM(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> ScoredRollout:
         with ctx.policy.weights.use("old"):
-            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
+            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size, self.keep)
 
         def compute_advantages(reward: Tensor) -> Tensor:
             return group_advantages(reward, self.group_size)
@@ -68,7 +71,8 @@ class RAM(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
             advantage = combine_advantages(ctx.rubric, scores.rewards, compute_advantages)
         else:
             advantage = compute_advantages(scores.total)
-        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
+        weight = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards, weight, scores.pool)
 
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.metrics(self.group_size)
@@ -94,7 +98,7 @@ class RAM(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
         prediction = predict_clean(policy, cond, noisy)
         level = velocity_level(policy.process.path, t)
         rows, metrics = self.sample_losses(prediction, clean, level, reference, old, experience.advantage)
-        return Loss(rows / self.num_timesteps, metrics)
+        return Loss(experience.weighted(rows / self.num_timesteps), metrics)
 
     def timesteps(self, uniform: Tensor) -> Tensor:
         """Training levels from uniform numbers: [B]."""
