@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..core.objective import Context, Objective, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
-from ..core.types import Loss, PromptBatch, select_rows
-from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss
+from ..core.types import Loss, PromptBatch
+from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss, pair_best_with_worst
 from .reward_guidance import check_guidance_name, guidance_loss, make_guidance_batch
 
 ROUND_SNAPSHOT = "round"  # the weights at the start of a round
@@ -74,15 +74,11 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
             trajectory, _, scores = rollout_and_score(
                 replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group_size
             )
-        groups = scores.total.view(-1, self.group_size)
-        first = torch.arange(len(groups), device=groups.device) * self.group_size
-        best, worst = first + groups.argmax(1), first + groups.argmin(1)
-        has_preference = (groups.amax(1) > groups.amin(1)).float()
-        cond, final = select_rows(trajectory.cond, best), trajectory.final
-        guidance = None
-        if self.reward_guidance_coef:
-            guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, self.group_size)
-        return PreferenceExperience(cond, final[best], final[worst], has_preference, ctx.rng, groups.mean(1), guidance)
+        pairs = pair_best_with_worst(trajectory, scores.total, self.group_size, ctx.rng)
+        if not self.reward_guidance_coef:
+            return pairs
+        guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, self.group_size)
+        return replace(pairs, reward_guidance=guidance)
 
     def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
         return {"reward/mean": experience.reward, "zero_std_groups": (1 - experience.weight).mean()}
