@@ -24,9 +24,12 @@ from tastemaker.core.weights import FrozenCopyFinetuning
 from tastemaker.objectives.advantages import group_advantages
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.distill import Distillation, Teacher
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.kto import KTO, OnlineKTO
 from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.mapo import MaPO, OnlineMaPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
@@ -64,6 +67,12 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     ),
     CCA(),
     CCA(loss_type="dpo"),
+    KTO(beta=10.0, num_timesteps=2),
+    KTO(beta=1.0, utility="loss_averse", reference_point="mismatched", dislike_weight=2.0, shared_noise=True),
+    OnlineKTO(beta=1.0, group_size=4, utility="risk_seeking"),
+    MaPO(num_timesteps=2),
+    OnlineMaPO(noise_sharing="independent"),
+    Distillation({"guided": Teacher(guidance_scale=2.0), "strong": Teacher(guidance_scale=4.0)}),
 ]
 POLICY_GRADIENT = [
     GRPO(group_size=4),

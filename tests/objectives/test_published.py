@@ -15,9 +15,12 @@ from tastemaker.core.objective import Objective
 from tastemaker.core.policy import Policy
 from tastemaker.core.weights import FullFinetuning, Tuning
 from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.distill import Distillation, Teacher
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.kto import KTO, OnlineKTO
 from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.mapo import MaPO, OnlineMaPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
@@ -39,6 +42,11 @@ OBJECTIVES = [
     DPO(),
     OnlineDPO(group_size=2),
     NFT(group_size=2),
+    KTO(),
+    OnlineKTO(group_size=2),
+    MaPO(),
+    OnlineMaPO(group_size=2),
+    Distillation({"guided": Teacher(guidance_scale=2.0)}),
 ]
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 LORA_OBJECTIVES = (GRPO, NFT, SRPO)  # objectives that LoRA is usually trained with

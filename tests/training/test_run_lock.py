@@ -178,7 +178,9 @@ def test_lock_that_a_forked_child_closes_late_is_taken_over(tmp_path: Path, monk
     with own_run_directory(tmp_path):
         record = json.loads((tmp_path / LOCK_FILE).read_text())
     file = tmp_path / LOCK_FILE
-    file.write_text(json.dumps({**record, "process": record["process"] + "0"}))  # the pid belongs to another process now
+    file.write_text(
+        json.dumps({**record, "process": record["process"] + "0"})
+    )  # the pid belongs to another process now
     with file.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         monkeypatch.setattr(run_lock, "FORK_SECONDS", 0.0)
