@@ -158,7 +158,7 @@ def test_teachers_are_chosen_by_task_or_in_turn() -> None:
 # Specialists of real runs
 
 
-def specialist(directory: Path, color: str, *overrides: str, steps: int = 60) -> Path:
+def specialist(directory: Path, color: str, *overrides: str, steps: int = 30) -> Path:
     """A run that fits one color for every prompt."""
     data = f"data={{type: toy_images, colors: [{color}], num_samples: 64}}"
     settings = [data, f"steps={steps}", "batch.prompts=32", "optim.lr=3e-3", "sample.every=0", "seed=1", *overrides]
@@ -181,7 +181,7 @@ def distill_settings(teachers: dict[str, Path], folder: Path, *overrides: str) -
     prompts.write_text("\n".join(json.dumps({"prompt": f"a {name}", "task": name}) for name in teachers))
     listed = ", ".join(f"{name}: {{weights: {path}}}" for name, path in teachers.items())
     objective = f"objective={{type: distill, assign: task, teachers: {{{listed}}}}}"
-    return [objective, f"data={{type: prompt_file, path: {prompts}}}", "batch.prompts=32", "sample.every=0", *overrides]
+    return [objective, f"data={{type: prompt_file, path: {prompts}}}", "batch.prompts=16", "sample.every=0", *overrides]
 
 
 def colors_of(run: Any) -> dict[str, Tensor]:
@@ -197,15 +197,15 @@ def colors_of(run: Any) -> dict[str, Tensor]:
 
 
 def test_two_specialists_merge_into_one_student_that_matches_both(specialists: dict[str, Path], tmp_path: Path) -> None:
-    settings = distill_settings(specialists, tmp_path, "steps=120", "optim.lr=3e-3", "optim.lr_schedule=linear")
+    settings = distill_settings(specialists, tmp_path, "steps=50", "process.num_steps=4", "optim.lr=5e-3", "optim.lr_schedule=linear")
     run = build(load("distill-toy-flow", settings), tmp_path / "run")
     metrics = [event.metrics for event in train(run) if isinstance(event, StepCompleted)]
-    assert metrics[-1]["teacher_distance"] < 0.05 * metrics[0]["teacher_distance"]
+    assert metrics[-1]["teacher_distance"] < 0.1 * metrics[0]["teacher_distance"]
     student = colors_of(run)
     for name, directory in specialists.items():
         teacher = build(load("likelihood-toy-flow", ["sample.every=0"]), directory)
-        teacher.resume(directory / "checkpoints/step-000060")
-        torch.testing.assert_close(student[name], colors_of(teacher)[name], atol=0.1, rtol=0)
+        teacher.resume(directory / "checkpoints/step-000030")
+        torch.testing.assert_close(student[name], colors_of(teacher)[name], atol=0.15, rtol=0)
     assert (student["red"] - student["blue"]).abs().max() > 0.5
 
 
@@ -217,7 +217,7 @@ def test_resume_is_exact(tuning: str, specialists: dict[str, Path], tmp_path: Pa
     expected = [event.metrics for event in train(uninterrupted) if isinstance(event, StepCompleted)]
     resumed.resume(tmp_path / "run/checkpoints/step-000002")
     assert [event.metrics for event in train(resumed) if isinstance(event, StepCompleted)] == expected[2:]
-    teacher = specialists["red"] / "checkpoints/step-000060"
+    teacher = specialists["red"] / "checkpoints/step-000030"
     from safetensors.torch import load_file
 
     want, snapshot = (
@@ -267,7 +267,7 @@ def test_teachers_of_another_shape_are_refused(
 
 def test_exports_teach(specialists: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "red.safetensors"
-    source = specialists["red"] / "checkpoints/step-000060/weights.safetensors"
+    source = specialists["red"] / "checkpoints/step-000030/weights.safetensors"
     file.write_bytes(source.read_bytes())
     config = load("distill-toy-flow", distill_settings({"red": file}, tmp_path))
     run: Any = build_run(config, tmp_path / "run", None)
