@@ -51,7 +51,7 @@ OBJECTIVES: Mapping[Method, dict[str, Any]] = {
         "old_policy_decay_max": 0.5,
     },
     "dpo": {"type": "dpo", "beta": 30.0, "num_timesteps": 4, "sft_coef": 0.05},
-    "kto": {"type": "kto", "beta": 100.0, "num_timesteps": 4},
+    "kto": {"type": "kto", "beta": 300.0, "utility": "loss_averse", "num_timesteps": 4},
 }
 STEPS: Mapping[Method, int] = {"reward_gradient": 60, "grpo": 100, "nft": 80, "dpo": 150, "kto": 150}
 # Of the log-probability that a sample is preferred to a typical one. Content rewards of the recipe keep their weight.

@@ -197,7 +197,9 @@ def colors_of(run: Any) -> dict[str, Tensor]:
 
 
 def test_two_specialists_merge_into_one_student_that_matches_both(specialists: dict[str, Path], tmp_path: Path) -> None:
-    settings = distill_settings(specialists, tmp_path, "steps=50", "process.num_steps=4", "optim.lr=5e-3", "optim.lr_schedule=linear")
+    settings = distill_settings(
+        specialists, tmp_path, "steps=50", "process.num_steps=4", "optim.lr=5e-3", "optim.lr_schedule=linear"
+    )
     run = build(load("distill-toy-flow", settings), tmp_path / "run")
     metrics = [event.metrics for event in train(run) if isinstance(event, StepCompleted)]
     assert metrics[-1]["teacher_distance"] < 0.1 * metrics[0]["teacher_distance"]

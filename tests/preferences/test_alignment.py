@@ -66,11 +66,13 @@ def test_a_log_of_likes_only_trains_with_kto(votes: Path, tmp_path: Path) -> Non
         log.append(Vote(new_vote_id(), now(), "ann", "like", shown.prompt, (file,), k == 0))
     assert choose_method(votes) == "reward_gradient" and choose_method(log.path) == "kto"
     assert set(OBJECTIVES) == set(STEPS) == set(get_args(Method))  # what the studio offers
-    for model, beta in (("playground-flow16", 100.0), ("playground-causal", 0.1)):
+    for model, beta in (("playground-flow16", 300.0), ("playground-causal", 0.1)):
         options = AlignmentOptions(log.path, model, tmp_path / model, choose_method(log.path))
         config = build_model_config(options, resolve_source(model, (), console=QUIET)[0])
         batch = config.data.load(0).batch(0, 2, 0, 1)
-        assert config.objective == KTO(beta=beta, num_timesteps=4) and sorted(batch.liked.tolist()) == [False, True]
+        assert config.objective == KTO(beta=beta, utility="loss_averse", num_timesteps=4) and sorted(
+            batch.liked.tolist()
+        ) == [False, True]
         assert not any(reward.weight for reward in config.rewards.values())
 
 
