@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         Condition,
         Corrupted,
         ImageBatch,
+        LikeBatch,
         Loss,
         Metadata,
         Placement,
@@ -99,6 +100,7 @@ __all__ = [
     "GaussianProcess",
     "Guidance",
     "ImageBatch",
+    "LikeBatch",
     "Loss",
     "MaskedProcess",
     "Metadata",
@@ -168,7 +170,7 @@ _NAMES = {
     ".report.figure": "Figure",
     ".training.run": "Run",
     ".training.trainer": "training_events",
-    ".core.types": "Condition Corrupted ImageBatch Loss MASK_TOKEN_ID Metadata "
+    ".core.types": "Condition Corrupted ImageBatch LikeBatch Loss MASK_TOKEN_ID Metadata "
     "Placement PreferenceBatch PromptBatch Prompts Segment Trajectory select_rows",
     ".core.weights": "FrozenCopyFinetuning FullFinetuning Tuning Weights",
 }

@@ -19,7 +19,7 @@ from tastemaker.core.policy import Guidance, Policy, Process
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward
 from tastemaker.core.toy_colors import TOY_COLORS
-from tastemaker.core.types import ImageBatch, Loss, Placement, PreferenceBatch, PromptBatch
+from tastemaker.core.types import ImageBatch, LikeBatch, Loss, Placement, PreferenceBatch, PromptBatch
 from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.flux import FluxSpec
@@ -205,6 +205,13 @@ def pairs(count: int, frames: int, seed: int, side: int = 8) -> PreferenceBatch:
     )
 
 
+def likes(count: int, frames: int, seed: int, side: int = 8) -> LikeBatch:
+    """Likes of the color in the caption, and dislikes of other colors, in a random order."""
+    batch = pairs(count, frames, seed, side)
+    liked = torch.rand(count, generator=torch.Generator().manual_seed(2 * 10**6 + seed)) < 0.5
+    return LikeBatch(batch.prompts, batch.chosen.where(liked.view(-1, 1, 1, 1, 1), batch.rejected), liked)
+
+
 def context(
     policy: Policy[Any],
     rows: int,
@@ -221,6 +228,8 @@ def make_batch(objective: Objective[Any, Any, Any, Any], rows: int, pixels: tupl
     if objective.consumes is PromptBatch:
         return prompts(rows)
     frames, side = pixels[0], pixels[3]
+    if objective.consumes is LikeBatch:
+        return likes(rows, frames, 0, side)
     return (
         pairs(rows, frames, 0, side)
         if objective.consumes is PreferenceBatch

@@ -32,9 +32,12 @@ def align(
     votes: Annotated[Path | None, typer.Option(help="Vote log: the votes.jsonl of a voting session.")] = None,
     model: Annotated[str, typer.Option(help="Model to align: a recipe, the directory of a run, or an export.")] = "",
     method: Annotated[
-        Literal["reward_gradient", "grpo", "nft", "dpo"],
-        typer.Option(help="How to train: with the learned taste as a reward, or on the votes (dpo)."),
-    ] = "reward_gradient",
+        Literal["reward_gradient", "grpo", "nft", "dpo", "kto"] | None,
+        typer.Option(
+            help="How to train: with the learned taste as a reward, on votes (dpo) or on likes (kto). Default: kto if "
+            "there are only likes, else reward_gradient."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of the result; default: runs/align-MODEL.")] = None,
     preference: Annotated[str, typer.Option(help="Recipe of the preference model; default: one that fits.")] = "",
     voter: Annotated[str, typer.Option(help="Use only the votes of this voter.")] = "",

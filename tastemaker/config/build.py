@@ -50,6 +50,7 @@ from .schema import (
     RunConfig,
 )
 from .shared_tokenizers import share_clip_tokenizer
+from .teachers import load_snapshots
 
 if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
@@ -68,6 +69,7 @@ def make_tiny(config: RunConfig) -> RunConfig:
     return replace(
         config,
         model=config.model.tiny(),
+        objective=config.objective.tiny(),
         rewards=rewards,
         batch=replace(
             config.batch,
@@ -220,18 +222,20 @@ def build(
     *,
     tiny: bool = False,
     init_from: InitialWeights | None = None,
+    exports: Mapping[Path, dict[str, Tensor]] | None = None,
     load_data: bool = True,
 ) -> Run:
     """Load everything and return a run that is ready to train.
 
-    Without `load_data` the run can only generate: its data may no longer exist.
+    `exports` are the tensors of exported folders that the objective names as teachers. Without `load_data` the run can
+    only generate: its data may no longer exist.
     """
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
     config = adopt_class_names(config) if load_data else config
     emit_config_warnings(config)
     engine = start_engine(config)
     placement = engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True)
-    return Run(
+    run = Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
         rubric=build_rubric(share_clip_tokenizer(config).rewards, engine.placement()),
@@ -246,6 +250,9 @@ def build(
         sample=config.sample,
         guard=config.guard,
     )
+    if load_data:  # after the engine has sharded the network; a run that only generates has no use for teachers
+        load_snapshots(run.policy.weights, config, exports or {})
+    return run
 
 
 def start_engine(config: AnyConfig) -> Engine:

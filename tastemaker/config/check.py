@@ -23,7 +23,7 @@ from ..core.types import (
     PromptBatch,
     QuestionAnswerBatch,
 )
-from ..data.toy import ToyImages, ToyPairs
+from ..data.toy import ToyImages, ToyLikes, ToyPairs
 from ..objectives.crd import CRD
 from ..objectives.dgpo import DGPO
 from ..objectives.elbo_grpo import ElboGRPO
@@ -92,7 +92,9 @@ def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
 
 
 def check_rewards_exist(config: RunConfig, world_size: int) -> str | None:
-    if not config.objective.samples_per_prompt() or any(reward.weight for reward in config.rewards.values()):
+    if not (config.objective.samples_per_prompt() and config.objective.needs_reward) or any(
+        reward.weight for reward in config.rewards.values()
+    ):
         return None
     state = "all rewards have weight 0" if config.rewards else "no rewards are set"
     name = component_name(config.objective)
@@ -161,7 +163,7 @@ def check_pool(config: RunConfig, world_size: int) -> str | None:
 
 def check_num_frames(config: RunConfig, world_size: int) -> str | None:
     data, frames = config.data, config.model.frames
-    if not isinstance(data, ToyImages | ToyPairs) or data.num_frames == frames:
+    if not isinstance(data, ToyImages | ToyPairs | ToyLikes) or data.num_frames == frames:
         return None
     names = component_name(data), component_name(config.model)
     return (

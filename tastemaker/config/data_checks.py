@@ -6,6 +6,7 @@ from ..core.types import (
     ImageBatch,
     JointBatch,
     LatentBatch,
+    LikeBatch,
     PreferenceBatch,
     PromptBatch,
     QuestionAnswerBatch,
@@ -19,6 +20,7 @@ BATCH_NAMES = {
     PromptBatch: "prompts",
     ImageBatch: "captioned images",
     PreferenceBatch: "preference pairs",
+    LikeBatch: "likes and dislikes",
     TokenBatch: "tokens",
     LatentBatch: "latents",
     QuestionAnswerBatch: "questions with answers",
@@ -28,6 +30,7 @@ DATA_TYPES = {
     PromptBatch: "prompts or prompt_file",
     ImageBatch: "toy_images or captioned_folder",
     PreferenceBatch: "toy_pairs or pair_file",
+    LikeBatch: "toy_likes, like_votes or like_file",
     JointBatch: "joint",
 }  # registered types that yield such batches
 

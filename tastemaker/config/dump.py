@@ -53,7 +53,10 @@ def to_plain(value: Any, hint: Any, *, terse: bool = False) -> Any:
     if isinstance(value, tuple):
         return [to_plain(item, next(iter(get_args(hint)), None), terse=terse) for item in value]
     if isinstance(value, Mapping):
-        return {key: to_plain(item, None, terse=terse) for key, item in value.items()}
+        return {
+            key: to_plain(item, get_args(hint)[-1] if get_args(hint) else None, terse=terse)
+            for key, item in value.items()
+        }
     return str(value) if isinstance(value, Path) else value
 
 

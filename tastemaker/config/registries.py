@@ -85,6 +85,11 @@ OBJECTIVES = Registry(
         "ram": "tastemaker.objectives.ram:RAM",
         "dgpo": "tastemaker.objectives.dgpo:DGPO",
         "crd": "tastemaker.objectives.crd:CRD",
+        "kto": "tastemaker.objectives.kto:KTO",
+        "online_kto": "tastemaker.objectives.kto:OnlineKTO",
+        "mapo": "tastemaker.objectives.mapo:MaPO",
+        "online_mapo": "tastemaker.objectives.mapo:OnlineMaPO",
+        "distill": "tastemaker.objectives.distill:Distillation",
     },
 )
 REWARDS = Registry(
@@ -168,6 +173,10 @@ DATA = Registry(
         "pair_file": "tastemaker.data.pairs:PairFile",
         "pair_folder": "tastemaker.data.pairs:PairFolder",
         "votes": "tastemaker.data.votes:VoteData",
+        "like_votes": "tastemaker.data.votes:LikeVotes",
+        "like_file": "tastemaker.data.likes:LikeFile",
+        "like_folder": "tastemaker.data.likes:LikeFolder",
+        "toy_likes": "tastemaker.data.toy:ToyLikes",
         "toy_vqa": "tastemaker.data.toy:ToyVqa",
         "vqa_file": "tastemaker.data.vqa:VqaFile",
         "joint": "tastemaker.data.joint:JointData",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -83,6 +84,15 @@ class NoState:
         return None
 
 
+@dataclass(frozen=True)
+class WeightSource:
+    """Weights outside of the run."""
+
+    path: Path  # a run, a checkpoint, a file or an export
+    key: str  # the setting that names them, for messages
+    ema: bool = False  # of a run or a checkpoint: the EMA instead of the weights themselves
+
+
 def _no_timer(phase: str) -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -140,6 +150,7 @@ class Objective(ABC, Generic[P, B, E, Q]):
 
     needs: ClassVar[type] = Process  # the generation process it works on
     needs_gradient: ClassVar[bool] = False  # of the rewards
+    needs_reward: ClassVar[bool] = True  # to train on its own samples
     needs_stochastic: ClassVar[bool] = False  # a stochastic sampler: a deterministic one has no actions
     consumes: ClassVar[type]  # the type of batch it trains on: PromptBatch, ImageBatch, PreferenceBatch …
     also_consumes: ClassVar[tuple[type, ...]] = ()  # other types of batches it accepts
@@ -172,6 +183,14 @@ class Objective(ABC, Generic[P, B, E, Q]):
     def snapshots(self) -> tuple[str, ...]:
         """Names of the weight snapshots it uses, such as `reference`."""
         return ()
+
+    def snapshot_sources(self) -> Mapping[str, WeightSource]:
+        """Snapshots that hold other weights than those the run starts from, and where these come from, by name."""
+        return {}
+
+    def tiny(self) -> Self:
+        """A copy for tiny random models, which cannot load the weights of trained ones."""
+        return self
 
     def without_kl(self) -> Self | None:
         """A copy of the objective without its KL penalty, or None if it has none."""

@@ -97,6 +97,7 @@ class Purpose:
     ANSWER = "answer"  # a token of a generated answer
     COLOR_DEVIATION = "picture"  # of a toy image from the exact shade of its color
     REJECTED_COLOR_DEVIATION = "rejected"
+    LIKED = "liked"  # whether a liked or a disliked sample is drawn, and which
 
 
 @dataclass(frozen=True)

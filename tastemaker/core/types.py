@@ -127,6 +127,18 @@ class PreferenceBatch:
 
 
 @dataclass(frozen=True)
+class LikeBatch:
+    """Images that somebody liked or disliked, each by itself."""
+
+    prompts: tuple[str, ...]
+    pixels: Tensor  # [B, F, 3, H, W] in [0, 1]
+    liked: Tensor  # [B] bool
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
 class QuestionAnswerBatch:
     """Images with a conversation about each, to fine-tune a vision-language model."""
 

@@ -72,7 +72,7 @@ class DataSpec(Protocol):
 
     @property
     def batch_type(self) -> type:
-        """PromptBatch, ImageBatch, TokenBatch, LatentBatch, PreferenceBatch or QuestionAnswerBatch."""
+        """PromptBatch, ImageBatch, TokenBatch, LatentBatch, PreferenceBatch, LikeBatch or QuestionAnswerBatch."""
 
     def load(self, seed: int) -> Dataset: ...
 

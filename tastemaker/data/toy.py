@@ -1,4 +1,4 @@
-"""Toy data: solid-color images of 8x8 pixels, as captioned images, preference pairs, and yes/no questions."""
+"""Toy data: solid-color images of 8x8 pixels, as captioned images, preference pairs, likes, and yes/no questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.randomness import Purpose, Randomness
 from ..core.toy_colors import TOY_COLORS
-from ..core.types import ImageBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch
+from ..core.types import ImageBatch, LikeBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch
 from ..models.toy import IMAGE_SIZE
 from .dataset import Dataset, batch_indices
 
@@ -153,6 +153,46 @@ class ToyPairs:
 
     def load(self, seed: int) -> ToyPairDataset:
         return ToyPairDataset(self.images().load(seed))
+
+
+@dataclass(frozen=True)
+class ToyLikeDataset(Dataset):
+    pairs: ToyPairDataset
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> LikeBatch:
+        pairs = self.pairs.batch(step, -(-batch_size // 2), 0, 1)
+        pixels = torch.stack([pairs.chosen, pairs.rejected], 1).flatten(0, 1)
+        prompts = tuple(prompt for prompt in pairs.prompts for _ in range(2))
+        liked = torch.arange(len(prompts)) % 2 == 0
+        shard = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
+        return LikeBatch(prompts[shard], pixels[shard], liked[shard])
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return self.pairs.first_prompts(count)
+
+
+@dataclass(frozen=True)
+class ToyLikes:
+    """Solid-color images of the right color, which are liked, each followed by one of a wrong color, which is not."""
+
+    colors: tuple[str, ...] = COLORS
+    num_frames: int = 1
+    num_samples: int = 256  # of each label
+    start_index: int = 0  # another one gives a held-out set
+    color_std: float = 0.05
+    batch_type: ClassVar[type] = LikeBatch
+
+    def __post_init__(self) -> None:
+        self.pairs()
+
+    def pairs(self) -> ToyPairs:
+        return ToyPairs(self.colors, self.num_frames, self.num_samples, self.start_index, self.color_std)
+
+    def load(self, seed: int) -> ToyLikeDataset:
+        return ToyLikeDataset(self.pairs().load(seed))
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,8 @@ def check_reward_spread(run: Run) -> CheckResult:
     name = "rewards finite and different within a prompt"
     if not run.rubric.rewards:
         return skip_check(name, "the configuration has no rewards")
+    if not any(weighted.weight for weighted in run.rubric.rewards.values()):
+        return skip_check(name, "all rewards have weight 0, so the objective does not train on them")
     first = run.fixed_prompts(2)
     cond = run.policy.embed(first.prompts, first.metadata).repeat(NUM_SAMPLES)
     rng = Randomness(run.seed, STEP, torch.arange(len(cond), device=run.engine.device))

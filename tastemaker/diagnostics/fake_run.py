@@ -28,6 +28,7 @@ from ..core.types import (
     ImageBatch,
     JointBatch,
     LatentBatch,
+    LikeBatch,
     Metadata,
     PreferenceBatch,
     PromptBatch,
@@ -38,6 +39,7 @@ from ..core.types import (
 from ..core.weights import Weights
 from ..data.joint import JointData
 from ..models.showo.model import ShowoSpec
+from ..objectives.distill import Distillation
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision
@@ -188,6 +190,8 @@ class FakeStep:
         self.objective: Any = config.objective
         if isinstance(self.objective, RewardGradient | SRPO) and self.objective.frames == "random":
             self.objective = replace(self.objective, frames="last")  # whose decoding takes most latents
+        if isinstance(self.objective, Distillation):
+            self.objective = replace(self.objective, assign="round_robin")  # fake prompts have no task
         rng = fake_randomness(rows, fake_mode_of(policy.weights.net))
         held = (SingleProcess(), self.objective.make_state())
         self.context: Context[Any] = Context(
@@ -222,6 +226,9 @@ class FakeStep:
                 return ImageBatch(prompts, torch.empty(self.rows, *model.pixels))
             if kind is PreferenceBatch:
                 return PreferenceBatch(prompts, *(torch.empty(self.rows, *model.pixels) for _ in range(2)))
+            if kind is LikeBatch:
+                liked = torch.zeros(self.rows, dtype=torch.bool)
+                return LikeBatch(prompts, torch.empty(self.rows, *model.pixels), liked)
             if kind is TokenBatch:
                 return TokenBatch(prompts, torch.empty(self.rows, *model.shape, dtype=torch.long))
             if kind is LatentBatch:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.objective import Context, Objective, drop_prompts, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
-from ..core.types import Condition, Corrupted, Loss, PreferenceBatch, PromptBatch
+from ..core.types import Condition, Corrupted, Loss, PreferenceBatch, PromptBatch, Trajectory, select_rows
 from .reward_guidance import RewardGuidanceBatch, check_guidance_name, guidance_loss, make_guidance_batch
 
 NoiseSharing = Literal["shared", "timestep", "independent"]  # of a pair: noise and timestep, timestep only, nothing
@@ -34,6 +34,29 @@ class PreferenceExperience:
 
     def __len__(self) -> int:
         return len(self.cond)
+
+
+@torch.no_grad()
+def encode_pairs(ctx: Context[Process], batch: PreferenceBatch, prompt_dropout: float) -> PreferenceExperience:
+    """Encode the images and prompts of a data set of pairs, some of them without their prompt."""
+    device = ctx.rng.rows.device
+    chosen, rejected = (ctx.policy.encode(pixels.to(device)) for pixels in (batch.chosen, batch.rejected))
+    dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < prompt_dropout
+    cond = ctx.policy.embed(drop_prompts(batch.prompts, dropped))
+    zeros = torch.zeros(len(batch), device=device)
+    return PreferenceExperience(cond, chosen, rejected, zeros + 1, ctx.rng, zeros)
+
+
+def pair_best_with_worst(
+    trajectory: Trajectory, reward: Tensor, group_size: int, rng: Randomness
+) -> PreferenceExperience:
+    """Of each prompt's group of samples, prefer the best to the worst; a group of equal rewards has weight 0."""
+    groups = reward.view(-1, group_size)
+    first = torch.arange(len(groups), device=groups.device) * group_size
+    best, worst = first + groups.argmax(1), first + groups.argmin(1)
+    has_preference = (groups.amax(1) > groups.amin(1)).float()
+    cond, final = select_rows(trajectory.cond, best), trajectory.final
+    return PreferenceExperience(cond, final[best], final[worst], has_preference, rng, groups.mean(1))
 
 
 def corrupt_pair(
@@ -114,12 +137,7 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
 
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: PreferenceBatch) -> PreferenceExperience:
-        device = ctx.rng.rows.device
-        chosen, rejected = (ctx.policy.encode(pixels.to(device)) for pixels in (batch.chosen, batch.rejected))
-        dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
-        cond = ctx.policy.embed(drop_prompts(batch.prompts, dropped))
-        zeros = torch.zeros(len(batch), device=device)
-        pairs = PreferenceExperience(cond, chosen, rejected, zeros + 1, ctx.rng, zeros)
+        pairs = encode_pairs(ctx, batch, self.prompt_dropout)
         if not self.reward_guidance_coef:
             return pairs
         samples, prompts = self.reward_guidance_samples, PromptBatch(tuple(batch.prompts), ({},) * len(batch))

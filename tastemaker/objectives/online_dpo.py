@@ -13,9 +13,9 @@ from torch import Tensor
 from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
-from ..core.types import Loss, PromptBatch, select_rows
+from ..core.types import Loss, PromptBatch
 from .advantages import filter_weights
-from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss
+from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss, pair_best_with_worst
 from .reward_guidance import check_guidance_name, guidance_loss, make_guidance_batch
 
 ROUND_SNAPSHOT = "round"  # the weights at the start of a round
@@ -80,21 +80,17 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
             trajectory, _, scores = rollout_and_score(
                 replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group_size, self.keep
             )
-        groups = scores.total.view(-1, self.group_size)
-        first = torch.arange(len(groups), device=groups.device) * self.group_size
-        best, worst = first + groups.argmax(1), first + groups.argmin(1)
-        has_preference = (groups.amax(1) > groups.amin(1)).float()
+        pairs = pair_best_with_worst(trajectory, scores.total, self.group_size, ctx.rng)
+        first = torch.arange(len(pairs.weight), device=pairs.weight.device) * self.group_size
+        metrics = {"zero_std_groups": 1 - pairs.weight, **{name: x[first] for name, x in scores.pool.items()}}
         filtered = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
-        weight = has_preference if filtered is None else has_preference * filtered[first]
-        cond, final = select_rows(trajectory.cond, best), trajectory.final
+        if filtered is not None:
+            pairs = replace(pairs, weight=pairs.weight * filtered[first])
+            metrics["kept_groups"] = (filtered[first] > 0).float()
         guidance = None
         if self.reward_guidance_coef:
             guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, self.group_size)
-        metrics = {"zero_std_groups": 1 - has_preference, **{name: x[first] for name, x in scores.pool.items()}}
-        if filtered is not None:
-            metrics["kept_groups"] = (filtered[first] > 0).float()
-        reward = groups.mean(1)
-        return PreferenceExperience(cond, final[best], final[worst], weight, ctx.rng, reward, guidance, metrics)
+        return replace(pairs, reward_guidance=guidance, metrics=metrics)
 
     def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
         return {"reward/mean": experience.reward, **experience.metrics}

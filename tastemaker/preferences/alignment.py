@@ -31,7 +31,8 @@ from .sessions import Session, SessionSource, create_session
 from .training import REPORT_FILE
 from .votes import read_votes
 
-Method = Literal["reward_gradient", "grpo", "nft", "dpo"]
+Method = Literal["reward_gradient", "grpo", "nft", "dpo", "kto"]
+ON_VOTES = ("dpo", "kto")  # methods that train on the votes instead of a learned reward
 PREFERENCE, MODEL, EVALUATION, STATE_FILE = "preference", "model", "evaluation", "alignment.json"
 REWARD = "preference"  # the name of the learned reward in the run
 MIN_UNSEEN_PROMPTS = 4
@@ -50,8 +51,9 @@ OBJECTIVES: Mapping[Method, dict[str, Any]] = {
         "old_policy_decay_max": 0.5,
     },
     "dpo": {"type": "dpo", "beta": 30.0, "num_timesteps": 4, "sft_coef": 0.05},
+    "kto": {"type": "kto", "beta": 300.0, "utility": "loss_averse", "num_timesteps": 4},
 }
-STEPS: Mapping[Method, int] = {"reward_gradient": 60, "grpo": 100, "nft": 80, "dpo": 150}
+STEPS: Mapping[Method, int] = {"reward_gradient": 60, "grpo": 100, "nft": 80, "dpo": 150, "kto": 150}
 # Of the log-probability that a sample is preferred to a typical one. Content rewards of the recipe keep their weight.
 TASTE_WEIGHT = 2.0
 # Rewards that keep the content of a model without rewards of its own: the match of the tower, with a weight such that
@@ -94,7 +96,7 @@ def align(
     model: str | Path,
     overrides: Sequence[str] = (),
     *,
-    method: Method = "reward_gradient",
+    method: Method | None = None,
     out: str | Path | None = None,
     preference: str = "",
     preference_overrides: Sequence[str] = (),
@@ -111,7 +113,8 @@ def align(
         votes: a vote log, the votes.jsonl of a voting session.
         model: a recipe, the directory of a run, or an export.
         overrides: settings of the run that trains the model, as "key=value".
-        method: reward_gradient, grpo or nft train with the learned taste as a reward; dpo trains on the votes.
+        method: reward_gradient, grpo or nft train with the learned taste as a reward; dpo trains on votes, and kto on
+            likes. By default kto if the log holds only likes, and reward_gradient otherwise.
         out: the directory of the result; an alignment that is there is resumed. By default runs/align-MODEL.
         preference: the recipe of the preference model; by default one that fits the model.
         voter: use only the votes of this voter.
@@ -122,7 +125,7 @@ def align(
         Path(votes),
         str(model),
         Path(out) if out is not None else Path("runs") / f"align-{Path(model).name}",
-        method,
+        method or choose_method(Path(votes), voter),
         tuple(overrides),
         preference,
         tuple(preference_overrides),
@@ -133,6 +136,12 @@ def align(
         tiny,
     )
     return run_alignment(options, console or message_console())
+
+
+def choose_method(votes: Path, voter: str = "") -> Method:
+    """KTO for a log that holds only likes, because they have no pairs; else the gradient of a learned reward."""
+    kinds = {vote.kind for vote in read_votes(votes) if voter in ("", vote.voter)}
+    return "kto" if kinds == {"like"} else "reward_gradient"
 
 
 def run_alignment(options: AlignmentOptions, console: Console) -> Alignment:
@@ -147,7 +156,7 @@ def run_alignment(options: AlignmentOptions, console: Console) -> Alignment:
     claim_directory(options)
     config = build_model_config(options, base)  # before anything is trained, for its mistakes
     preference, summary = None, ""
-    if options.method != "dpo":
+    if options.method not in ON_VOTES:
         preference_config = build_preference_config(options, base)
         print_line(console, f"1. learn the taste of {options.votes}", "bold")
         if not run_training(preference_config, tiny=options.tiny, console=console):
@@ -231,6 +240,8 @@ def build_model_config(options: AlignmentOptions, base: RunConfig) -> RunConfig:
     same = data["objective"]["type"] == options.method
     if not same:
         data["objective"] = dict(OBJECTIVES[options.method])
+        if options.method == "kto" and not isinstance(base.process, GaussianProcess):
+            data["objective"]["beta"] = 0.1  # of log-probabilities instead of squared errors
     if base.objective.consumes is not PromptBatch:  # a recipe that pretrains: its batches and rates are others
         data["optim"] = {"lr": 1e-4, "weight_decay": 0.0, "betas": [0.9, 0.95], "lr_schedule": "linear"}
         data["batch"] = {"prompts": 48}
@@ -250,9 +261,10 @@ def build_model_config(options: AlignmentOptions, base: RunConfig) -> RunConfig:
 
 
 def choose_data(options: AlignmentOptions, base: RunConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The votes for DPO; else the prompts of the model's recipe, or those that were voted on."""
-    if options.method == "dpo":
-        return {"type": "votes", "path": str(options.votes), "voter": options.voter}
+    """The votes for DPO and KTO; else the prompts of the model's recipe, or those that were voted on."""
+    if options.method in ON_VOTES:
+        kind = "like_votes" if options.method == "kto" else "votes"
+        return {"type": kind, "path": str(options.votes), "voter": options.voter}
     if base.data.batch_type is PromptBatch:
         return dict(data)
     if is_playground(base):
@@ -274,7 +286,7 @@ def choose_rewards(options: AlignmentOptions, base: RunConfig, rewards: Mapping[
         content = content or {"content": {"type": "playground_soft" if gradient else "playground_verdict"}}
         second = {"type": "playground_verdict", "output": "verdict", "weights": "playground/detector1"}
         held_out.setdefault("second", {**second, "weight": 0, "held_out": True})
-    if options.method == "dpo":  # trains on the votes alone; rewards only watch
+    if options.method in ON_VOTES:  # trains on the votes alone; rewards only watch
         return {name: {**each, "weight": 0, "held_out": True} for name, each in {**content, **held_out}.items()}
     if not content:
         tower = build_preference_config(options, base).preference.tower

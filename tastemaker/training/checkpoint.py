@@ -258,7 +258,7 @@ def initialize_weights(source: Path | Mapping[str, Tensor], weights: Weights, gr
 
     The source may also be the tensors themselves, by the names of the network.
     """
-    tensors = _open_source(source, group) if isinstance(source, Path) else InMemoryTensors(dict(source))
+    tensors = open_source(source, group) if isinstance(source, Path) else InMemoryTensors(dict(source))
     origin = str(source) if isinstance(source, Path) else "the exported folder"
     _check_tensors(weights.trainable(), tensors, origin, set(weights.net.state_dict()))
     _copy_tensors(weights.trainable(), tensors)
@@ -266,7 +266,16 @@ def initialize_weights(source: Path | Mapping[str, Tensor], weights: Weights, gr
         weights.update_snapshot(name)
 
 
-def _open_source(path: Path, group: str) -> TensorSource:
+def load_snapshot(source: Path | Mapping[str, Tensor], weights: Weights, name: str, group: str = "weights") -> None:
+    """Copy the weights (or another group) of a checkpoint or file, or tensors, into one snapshot of `weights`."""
+    tensors = open_source(source, group) if isinstance(source, Path) else InMemoryTensors(dict(source))
+    snapshot, origin = weights.snapshot_tensors()[name], str(source) if isinstance(source, Path) else "the teacher"
+    _check_tensors(snapshot, tensors, origin, set(weights.net.state_dict()))
+    _copy_tensors(snapshot, tensors)
+
+
+def open_source(path: Path, group: str) -> TensorSource:
+    """Open a group of tensors of a run's last checkpoint, of a checkpoint, or all tensors of a file."""
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist; give a checkpoint directory, or a .safetensors or .pt file [TM254]"

@@ -57,6 +57,21 @@ def find_lora_file(folder: Path) -> Path | None:
     return files[0] if len(files) == 1 and is_external_lora(files[0]) else None
 
 
+def read_exports(config: RunConfig) -> dict[Path, dict[str, Tensor]]:
+    """Return the tensors of exported folders that the objective names as teachers, by their paths."""
+    exports = {}
+    for source in config.objective.snapshot_sources().values():
+        is_run = (source.path / "checkpoints").is_dir() or is_checkpoint(source.path)
+        if source.path.is_dir() and not is_run:
+            if find_lora_file(source.path) is not None:
+                raise ConfigError(
+                    f"{source.key}: {source.path} holds LoRA adapters in the layout of another program; name the run "
+                    "that trained them, or export it with --merge [TM1610]"
+                )
+            exports[source.path] = read_network(config, source.path)
+    return exports
+
+
 def read_network(config: AnyConfig, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an exported folder, by the names of the network that the configuration trains."""
     layout = config.model.layout if isinstance(config, RunConfig) else None

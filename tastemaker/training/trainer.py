@@ -48,7 +48,7 @@ from ..vlm.finetuning import JudgeRun
 from ..vlm.finetuning import train as train_judge
 from . import checkpoint, distributed, run_directory
 from .events import Event, TrainingFinished
-from .initialization import find_initial_weights
+from .initialization import find_initial_weights, read_exports
 from .loggers.html_report import HtmlReportLogger
 from .loggers.jsonl import JsonlLogger
 from .loggers.logger import Logger, LoggerCollection
@@ -143,8 +143,8 @@ def build_generator(config: RunConfig, directory: Path, init_from: InitialWeight
     """Build the run of a generator, from the weights of a checkpoint, a LoRA file or an export if given."""
     if isinstance(init_from, Path) and isinstance(config.tuning, Lora) and is_external_lora(init_from):
         tuning = InitializedLora(config.tuning, init_from, config.model.layout)
-        return build(replace(config, tuning=tuning), directory)
-    return build(config, directory, init_from=init_from)
+        return build(replace(config, tuning=tuning), directory, exports=read_exports(config))
+    return build(config, directory, init_from=init_from, exports=read_exports(config))
 
 
 def training_events(run: AnyRun) -> Iterator[Event]:

@@ -17,7 +17,7 @@ from tastemaker.config.load import load
 from tastemaker.core.objective import Objective
 from tastemaker.core.policy import Backbone, Policy
 from tastemaker.core.randomness import Randomness
-from tastemaker.core.types import ImageBatch, Placement, PreferenceBatch, PromptBatch
+from tastemaker.core.types import ImageBatch, LikeBatch, Placement, PreferenceBatch, PromptBatch
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.sdxl import SdxlSpec
 from tastemaker.objectives.ddpo import DDPO
@@ -108,6 +108,7 @@ def test_every_objective_reaches_the_network(name: str, policy: Policy[Any]) -> 
     batch = {
         PromptBatch: PromptBatch(PROMPTS, ({},) * 4),
         PreferenceBatch: PreferenceBatch(PROMPTS, pixels, 1 - pixels),
+        LikeBatch: LikeBatch(PROMPTS, pixels, torch.arange(len(pixels)) % 2 == 0),
         ImageBatch: ImageBatch(PROMPTS, pixels),
     }[objective.consumes]
     ctx = toys.context(policy, len(batch), objective.make_state(), spec=BrightnessReward())

@@ -26,10 +26,13 @@ from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.crd import CRD
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dgpo import DGPO
+from tastemaker.objectives.distill import Distillation, Teacher
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.kto import KTO, OnlineKTO
 from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.mapo import MaPO, OnlineMaPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.ram import RAM
@@ -75,6 +78,12 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     ),
     CCA(),
     CCA(loss_type="dpo"),
+    KTO(beta=10.0, num_timesteps=2),
+    KTO(beta=1.0, utility="loss_averse", reference_point="mismatched", dislike_weight=2.0, shared_noise=True),
+    OnlineKTO(beta=1.0, group_size=4, utility="risk_seeking"),
+    MaPO(num_timesteps=2),
+    OnlineMaPO(noise_sharing="independent"),
+    Distillation({"guided": Teacher(guidance_scale=2.0), "strong": Teacher(guidance_scale=4.0)}),
 ]
 POLICY_GRADIENT = [
     GRPO(group_size=4),

@@ -17,10 +17,13 @@ from tastemaker.core.weights import FullFinetuning, Tuning
 from tastemaker.objectives.crd import CRD
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dgpo import DGPO
+from tastemaker.objectives.distill import Distillation, Teacher
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.kto import KTO, OnlineKTO
 from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.mapo import MaPO, OnlineMaPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.ram import RAM
@@ -48,6 +51,11 @@ OBJECTIVES = [
     DGPO(group_size=2, num_timesteps=2),
     CRD(group_size=2, num_timesteps=2),
     RewardGradient(gradient_mode="leap"),
+    KTO(),
+    OnlineKTO(group_size=2),
+    MaPO(),
+    OnlineMaPO(group_size=2),
+    Distillation({"guided": Teacher(guidance_scale=2.0)}),
 ]
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 LORA_OBJECTIVES = (GRPO, NFT, SRPO)  # objectives that LoRA is usually trained with

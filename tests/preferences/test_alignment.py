@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,15 +16,21 @@ import tastemaker as tm
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.image_io import read_image
+from tastemaker.objectives.kto import KTO
 from tastemaker.playground.captions import sample_split_captions
 from tastemaker.playground.simulated_people import PEOPLE
 from tastemaker.preferences.alignment import (
+    OBJECTIVES,
+    STEPS,
     AlignmentOptions,
+    Method,
     build_model_config,
+    choose_method,
     choose_unseen_prompts,
     claim_directory,
     same_sampler,
 )
+from tastemaker.preferences.votes import Vote, VoteLog, new_vote_id, now, read_votes
 from tastemaker.search.generation import resolve_source
 
 QUIET = Console(quiet=True)
@@ -35,7 +43,9 @@ def votes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_method_configures_a_valid_run(votes: Path, tmp_path: Path) -> None:
     base, _ = resolve_source("playground-flow16", (), console=QUIET)
-    for method in ("reward_gradient", "grpo", "nft", "dpo"):
+    for method in get_args(Method):
+        if method == "kto":  # trains on likes, of which this log has none
+            continue
         options = AlignmentOptions(votes, "playground-flow16", tmp_path, method, ("steps=8",))  # type: ignore[arg-type]
         config = build_model_config(options, base)
         learned = config.rewards.get("preference")
@@ -47,6 +57,23 @@ def test_every_method_configures_a_valid_run(votes: Path, tmp_path: Path) -> Non
         prompts = choose_unseen_prompts(options, config)
         voted = {json.loads(line)["prompt"] for line in votes.read_text().splitlines()}
         assert len(prompts) == 30 and not voted & set(prompts)
+
+
+def test_a_log_of_likes_only_trains_with_kto(votes: Path, tmp_path: Path) -> None:
+    log, shown = VoteLog(tmp_path / "votes.jsonl"), read_votes(votes)[0]
+    for k, sample in enumerate(shown.samples):
+        file = replace(sample, file=str(votes.parent / sample.file))
+        log.append(Vote(new_vote_id(), now(), "ann", "like", shown.prompt, (file,), k == 0))
+    assert choose_method(votes) == "reward_gradient" and choose_method(log.path) == "kto"
+    assert set(OBJECTIVES) == set(STEPS) == set(get_args(Method))  # what the studio offers
+    for model, beta in (("playground-flow16", 300.0), ("playground-causal", 0.1)):
+        options = AlignmentOptions(log.path, model, tmp_path / model, choose_method(log.path))
+        config = build_model_config(options, resolve_source(model, (), console=QUIET)[0])
+        batch = config.data.load(0).batch(0, 2, 0, 1)
+        assert config.objective == KTO(beta=beta, utility="loss_averse", num_timesteps=4) and sorted(
+            batch.liked.tolist()
+        ) == [False, True]
+        assert not any(reward.weight for reward in config.rewards.values())
 
 
 def test_directory_belongs_to_one_alignment(votes: Path, tmp_path: Path) -> None:

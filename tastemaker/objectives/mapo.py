@@ -1,0 +1,111 @@
+"""MaPO: margin-aware preference optimization without a reference (Hong et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.objective import Context, Objective, require_settings, rollout_and_score
+from ..core.types import Loss, PreferenceBatch, PromptBatch
+from ..processes.gaussian import GaussianProcess
+from .dpo import NoiseSharing, PreferenceExperience, corrupt_pair, encode_pairs, pair_best_with_worst
+
+
+def odds_score(error: Tensor, scale: float) -> Tensor:
+    """f(e) = c e / (exp(c e) - 1), which falls with the error from 1 at e = 0: [B]."""
+    x = scale * error
+    safe = torch.where(x > 0, x, 1.0)  # 0 / 0 has neither a value nor a gradient
+    # Written with exp(-x), which does not overflow for large errors.
+    return torch.where(x > 0, safe * torch.exp(-safe) / -torch.expm1(-safe), 1 - x / 2)
+
+
+def mapo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin_scale: float, error_scale: float) -> Tensor:
+    """e_w - beta log sigmoid(T (f(e_w) - f(e_l))), of the errors of the chosen and the rejected sample: [B]."""
+    margin = margin_scale * (odds_score(chosen, error_scale) - odds_score(rejected, error_scale))
+    return chosen - beta * F.logsigmoid(margin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairObjective(Objective[GaussianProcess, PreferenceBatch | PromptBatch, PreferenceExperience, int]):
+    """What offline and online MaPO share: the settings of the loss, and the loss."""
+
+    beta: float = 0.1  # weight of the margin beside the error of the chosen sample
+    margin_scale: float = 1000.0  # T in the paper, its number of diffusion timesteps
+    error_scale: float = 0.5  # c, `snr_value` in the published code
+    noise_sharing: NoiseSharing = "shared"
+    num_timesteps: int = 1  # corruptions of each pair
+    needs: ClassVar[type] = GaussianProcess
+
+    def __post_init__(self) -> None:
+        valid = self.beta >= 0 and min(self.margin_scale, self.error_scale) > 0 and self.num_timesteps >= 1
+        expected = "beta of at least 0, scales above 0 and at least one timestep"
+        require_settings(self, "beta margin_scale error_scale num_timesteps", valid, expected)
+
+    def parts(self, experience: PreferenceExperience) -> Sequence[int]:
+        return range(self.num_timesteps)
+
+    def loss(self, ctx: Context[GaussianProcess], experience: PreferenceExperience, part: int) -> Loss:
+        """The loss at one corruption of each pair; the error is that of the network's output."""
+        policy = ctx.policy
+        draw = ctx.epoch * self.num_timesteps + part
+        noisy = corrupt_pair(policy, experience, self.noise_sharing, draw)
+        chosen, rejected = (
+            -policy.likelihood(experience.cond, x, each)
+            for x, each in zip((experience.chosen, experience.rejected), noisy, strict=True)
+        )
+        rows = mapo_loss(chosen, rejected, self.beta, self.margin_scale, self.error_scale) * experience.weight
+        metrics = {
+            "accuracy": (chosen < rejected).float(),
+            "margin": (rejected - chosen).detach(),
+            "log_likelihood": -chosen.detach(),
+        }
+        return Loss(rows / self.num_timesteps, metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaPO(PairObjective):
+    """MaPO on a data set of preference pairs: fit the chosen sample, and fit it better than the rejected one."""
+
+    prompt_dropout: float = 0.0  # share of pairs without their prompt, so that classifier-free guidance keeps working
+    consumes: ClassVar[type] = PreferenceBatch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_settings(self, "prompt_dropout", 0 <= self.prompt_dropout <= 1, "a fraction from 0 to 1")
+
+    def collect(self, ctx: Context[GaussianProcess], batch: PreferenceBatch | PromptBatch) -> PreferenceExperience:
+        assert isinstance(batch, PreferenceBatch)  # what it consumes
+        return encode_pairs(ctx, batch, self.prompt_dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineMaPO(PairObjective):
+    """MaPO on the model's own samples: of each prompt's group, the best is preferred to the worst."""
+
+    group_size: int = 4
+    consumes: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_settings(self, "group_size", self.group_size >= 2, "at least 2 samples per prompt to form a pair")
+
+    def experience_per_prompt(self) -> int:
+        return 1
+
+    def needs_log_probs(self) -> bool:
+        return False
+
+    @torch.no_grad()
+    def collect(self, ctx: Context[GaussianProcess], batch: PreferenceBatch | PromptBatch) -> PreferenceExperience:
+        assert isinstance(batch, PromptBatch)  # what it consumes
+        policy = replace(ctx.policy, process=ctx.policy.process.with_sampled_log_probs())
+        trajectory, _, scores = rollout_and_score(replace(ctx, policy=policy), batch, self.group_size)
+        return pair_best_with_worst(trajectory, scores.total, self.group_size, ctx.rng)
+
+    def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
+        return {"reward/mean": experience.reward, "zero_std_groups": (1 - experience.weight).mean()}
