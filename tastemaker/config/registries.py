@@ -179,6 +179,8 @@ SEARCHES = Registry(
         "parm": "tastemaker.search.parm:PARMSearch",
         "published_parm": "tastemaker.search.parm:PublishedPARMSearch",
         "refine": "tastemaker.search.refine:Refine",
+        "fk_steering": "tastemaker.search.fk_steering:FKSteering",
+        "noise_search": "tastemaker.search.noise_search:NoiseSearch",
     },
 )
 

@@ -252,6 +252,18 @@ class Rollout(ABC):
     def select(self, rows: Tensor) -> None:
         """Keep some of the samples only."""
 
+    @property
+    def stochastic_until(self) -> float:
+        """Progress from which on no step draws random numbers, so that copies of a sample stay equal."""
+        return 1.0
+
+    def set_start(self, start: Tensor) -> None:
+        """Begin with this initial noise [B, *shape] instead; call it before the first step."""
+        raise ConfigError(
+            "--search: this generator samples tokens and has no initial noise to search; use --search best_of_n "
+            "[TM1620]"
+        )
+
     def reseed(self, rng: Randomness) -> None:
         """Use other random numbers for the remaining steps."""
         raise ConfigError(

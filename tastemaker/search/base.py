@@ -107,6 +107,13 @@ class ObservedRollout(Rollout):
     def progress(self) -> float:
         return self.rollout.progress
 
+    @property
+    def stochastic_until(self) -> float:
+        return self.rollout.stochastic_until
+
+    def set_start(self, start: Tensor) -> None:
+        self.rollout.set_start(start)
+
     def step(self) -> None:
         self.rollout.step()
         self.steps += 1
