@@ -86,6 +86,9 @@ class GaussianProcess(Process):
         """A copy with another number of steps. It has no SDE window, whose steps would be of another length."""
         return replace(self, num_steps=num_steps, window=None, dynamics=ODE() if self.window else self.dynamics)
 
+    def deterministic(self) -> Self:
+        return replace(self, dynamics=ODE(), window=None)
+
     def network_calls_per_sample(self, shape: tuple[int, ...]) -> int:
         return self.num_steps
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..core.policy import Policy
 from ..core.randomness import Purpose, Randomness
-from ..core.registry import ConfigError
 from ..core.reward import Verifier
 from ..core.types import PromptBatch, concatenate, select_rows
 from .base import Search, SearchCost, SearchResult, check_candidates, start_candidates
@@ -31,7 +30,8 @@ class NoiseSearch(Search):
     """n random noises per prompt, then rounds of n neighbors of the best noise so far.
 
     A neighbor of the noise z is (z + step_size u) / sqrt(1 + step_size^2) with new noise u, which has the same
-    variance as z. One round is best-of-N. Costs `rounds` times the calls of best-of-N.
+    variance as z. Samples follow the ODE, whichever sampler is configured. One round is best-of-N, and `rounds` rounds
+    cost as many calls as best of n * rounds.
     """
 
     n: int = 4
@@ -48,6 +48,7 @@ class NoiseSearch(Search):
 
     @torch.no_grad()
     def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        policy = replace(policy, process=policy.process.deterministic())
         cond = policy.embed(batch.prompts, batch.metadata).repeat(self.n)
         prompts = torch.arange(len(batch), device=rng.rows.device)
         pivot, cost = None, SearchCost(0)
@@ -55,12 +56,6 @@ class NoiseSearch(Search):
             draws = replace(rng, step=rng.step + k).repeat(self.n)
             rollout = start_candidates(policy, cond, draws)
             rollout.set_start(rollout.start if pivot is None else self.neighbors(pivot.start, draws))
-            if policy.process.stochastic:
-                raise ConfigError(
-                    "--search: noise_search looks for the best initial noise, but this sampler adds other noise at "
-                    "every step; set process.dynamics='{type: ode}' process.window=null, or use --search fk_steering "
-                    "[TM1627]"
-                )
             final = rollout.finish().final
             score = verifier.judge(policy.decode(final), cond.prompts, cond.metadata, 1.0).score
             best = prompts * self.n + score.view(-1, self.n).argmax(1)

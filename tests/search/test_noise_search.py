@@ -14,7 +14,7 @@ from torch import Tensor
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.processes.dynamics import ODE, FlowSDE
-from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
 from tastemaker.search.base import RubricVerifier
 from tastemaker.search.best_of_n import BestOfN
 from tastemaker.search.noise_search import NoiseSearch
@@ -54,6 +54,16 @@ def test_rounds_continue_from_the_best_noise_and_never_lose_it() -> None:
     assert scores[2].mean() > random.score.mean()  # at equal network calls
 
 
+def test_samples_follow_the_ode_whichever_sampler_is_configured() -> None:
+    batch, rng = numbered_prompts(3), Randomness(0, 0, torch.arange(3))
+    stochastic = replace(PROCESS, dynamics=FlowSDE(), window=SDEWindow(2))
+    first, second = (
+        NoiseSearch(2, 2).run(exact_policy(process), FunctionVerifier(lambda x: x), batch, rng)
+        for process in (PROCESS, stochastic)
+    )
+    assert torch.equal(first.x, second.x) and first.cost == second.cost
+
+
 def test_network_calls_are_those_made() -> None:
     policy, rng = exact_policy(PROCESS), Randomness(0, 0, torch.arange(3))
     result = NoiseSearch(4, 3).run(policy, FunctionVerifier(lambda x: x), numbered_prompts(3), rng)
@@ -70,11 +80,8 @@ def test_results_do_not_depend_on_the_split_into_batches() -> None:
     assert not torch.equal(other.x, whole.x)
 
 
-def test_stochastic_samplers_tokens_and_impossible_settings_are_refused() -> None:
+def test_tokens_and_impossible_settings_are_refused() -> None:
     rng = Randomness(0, 0, torch.arange(4))
-    policy = exact_policy(replace(PROCESS, dynamics=FlowSDE()))
-    with pytest.raises(ConfigError, match=r"process\.dynamics.*fk_steering.*TM1627"):
-        NoiseSearch(2).run(policy, FunctionVerifier(lambda x: x), numbered_prompts(4), rng)
     for name in ("causal", "masked"):
         with pytest.raises(ConfigError, match=r"tokens.*best_of_n.*TM1620"):
             NoiseSearch(2).run(toys.policy(name), RubricVerifier(toys.rubric()), toys.prompts(4), rng)
