@@ -5,6 +5,11 @@
 Every search scores with the same reward and has the same budget of n * steps network calls per sample. Prompts are
 held-out captions of PlayEval; `strict` is the verdict of a detector that no search used. Differences are paired by
 prompt and seed; intervals are 95 % bootstrap intervals over prompts.
+
+    python bench/search.py --diagnose 2 4 6 8
+
+says why resampling helps or not: how well the reward of a preview predicts the final reward, and how much of the final
+reward is still open after that step, which is what copies of a particle can explore.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from tastemaker.evaluation.metrics import bootstrap_interval
 from tastemaker.evaluation.playeval import load_playeval_scorer
 from tastemaker.processes.dynamics import CPS, ODE, FlowSDE, SamplerDynamics
 from tastemaker.rewards.playground import PlaygroundJudgeReward, PlaygroundSoftReward
-from tastemaker.search.base import RubricVerifier, Search
+from tastemaker.search.base import RubricVerifier, Search, start_candidates
 from tastemaker.search.best_of_n import BestOfN, SingleSample
 from tastemaker.search.fk_steering import FKSteering
 from tastemaker.search.noise_search import NoiseSearch
@@ -41,7 +46,6 @@ BASELINE = "best of n, ode"
 
 def build_methods(n: int, scale: float) -> dict[str, tuple[Search, SamplerDynamics]]:
     """Searches by name, with the sampler of each."""
-    late = (0.4, 0.6, 0.8)
     methods: dict[str, tuple[Search, SamplerDynamics]] = {
         "single, ode": (SingleSample(), ODE()),
         BASELINE: (BestOfN(n), ODE()),
@@ -51,10 +55,9 @@ def build_methods(n: int, scale: float) -> dict[str, tuple[Search, SamplerDynami
     for label, dynamics in (("sde .7", FlowSDE(0.7)), ("sde .4", FlowSDE(0.4)), ("cps .5", CPS(0.5))):
         methods[f"best of n, {label}"] = (BestOfN(n), dynamics)
         methods[f"fk diff, {label}"] = (FKSteering(n, "diff", scale), dynamics)
+        methods[f"fk once, {label}"] = (FKSteering(n, "diff", scale, (0.5,)), dynamics)
     for potential in ("max", "add", "rt"):
         methods[f"fk {potential}, sde .7"] = (FKSteering(n, potential, scale), FlowSDE(0.7))  # type: ignore[arg-type]
-    methods["fk diff from .4, sde .7"] = (FKSteering(n, "diff", scale, late), FlowSDE(0.7))
-    methods["fk diff always, sde .7"] = (FKSteering(n, "diff", scale, ess_threshold=1), FlowSDE(0.7))
     return methods
 
 
@@ -95,6 +98,35 @@ def measure(
     }
 
 
+@torch.no_grad()
+def diagnose(
+    policy: Policy[Any], verifier: Verifier, benchmark: Benchmark, step: int, options: argparse.Namespace
+) -> tuple[float, float]:
+    """Correlation of preview and final reward within a prompt, and share of the final variance that comes later."""
+    previews, finals = [], []
+    for first in range(0, len(benchmark.prompts), options.batch_size):
+        chunk = slice(first, first + options.batch_size)
+        prompts, metadata = tuple(benchmark.prompts[chunk]), tuple(benchmark.metadata[chunk])
+        cond = policy.embed(prompts, metadata).repeat(options.n)
+        rng = Randomness(options.seed, 0, torch.arange(first, first + len(prompts))).repeat(options.n)
+        rollout = start_candidates(policy, cond, rng)
+        for _ in range(step):
+            rollout.step()
+        score = verifier.judge(policy.decode(rollout.preview()), cond.prompts, cond.metadata, rollout.progress).score
+        rollout.select(torch.arange(len(cond)).repeat_interleave(2))
+        rollout.reseed(replace(rng, step=1).repeat(2))
+        final, cond = rollout.finish().final, rollout.cond
+        previews.append(score.double().view(-1, options.n))
+        score = verifier.judge(policy.decode(final), cond.prompts, cond.metadata, 1.0).score
+        finals.append(score.double().view(-1, options.n, 2))
+    preview, outcome = torch.cat(previews), torch.cat(finals)
+    later = outcome.var(2).mean()
+    earlier = outcome.mean(2).var(1).mean() - later / 2
+    centered = (preview - preview.mean(1, keepdim=True), outcome[..., 0] - outcome[..., 0].mean(1, keepdim=True))
+    correlation = torch.corrcoef(torch.stack([x.flatten() for x in centered]))[0, 1]
+    return float(correlation), float(later / (later + earlier))
+
+
 def format_interval(values: Tensor) -> str:
     interval = bootstrap_interval(values)
     return f"{interval['mean']:+.3f} ({interval['low']:+.3f} to {interval['high']:+.3f})"
@@ -111,11 +143,19 @@ def main() -> None:
     parser.add_argument("--reward", choices=("judge", "soft"), default="judge")
     parser.add_argument("--scale", type=float, default=10.0, help="lambda of FK steering")
     parser.add_argument("--methods", nargs="*", default=None, help="all by default")
+    parser.add_argument("--diagnose", type=int, nargs="*", help="steps")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     benchmark, verifier = playeval(options.num_prompts, 1), build_verifier(options.reward)
     policy = build_policy(load("playground-flow", ["model.weights=playground/flow"]), Placement())
     policy.model.net.eval().requires_grad_(requires_grad=False)
+    for step in options.diagnose or ():
+        for noise_level in (0.4, 0.7):
+            process = replace(policy.process, dynamics=FlowSDE(noise_level), num_steps=options.steps)
+            correlation, later = diagnose(replace(policy, process=process), verifier, benchmark, step, options)
+            print(f"| {step} | {noise_level} | {correlation:.2f} | {later:.2f} |", flush=True)
+    if options.diagnose:
+        return
     results: dict[str, dict[str, Any]] = {}
     for name, (search, dynamics) in build_methods(options.n, options.scale).items():
         if options.methods and name not in (*options.methods, BASELINE):
