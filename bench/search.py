@@ -55,7 +55,7 @@ def build_methods(n: int, scale: float) -> dict[str, tuple[Search, SamplerDynami
     for label, dynamics in (("sde .7", FlowSDE(0.7)), ("sde .4", FlowSDE(0.4)), ("cps .5", CPS(0.5))):
         methods[f"best of n, {label}"] = (BestOfN(n), dynamics)
         methods[f"fk diff, {label}"] = (FKSteering(n, "diff", scale), dynamics)
-        methods[f"fk once, {label}"] = (FKSteering(n, "diff", scale, (0.5,)), dynamics)
+        methods[f"fk diff from .4, {label}"] = (FKSteering(n, "diff", scale, (0.4, 0.6, 0.8)), dynamics)
     for potential in ("max", "add", "rt"):
         methods[f"fk {potential}, sde .7"] = (FKSteering(n, potential, scale), FlowSDE(0.7))  # type: ignore[arg-type]
     return methods

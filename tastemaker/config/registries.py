@@ -181,6 +181,7 @@ SEARCHES = Registry(
         "refine": "tastemaker.search.refine:Refine",
         "fk_steering": "tastemaker.search.fk_steering:FKSteering",
         "noise_search": "tastemaker.search.noise_search:NoiseSearch",
+        "reno": "tastemaker.search.reno:ReNO",
     },
 )
 

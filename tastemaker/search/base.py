@@ -117,7 +117,7 @@ class ObservedRollout(Rollout):
     def step(self) -> None:
         self.rollout.step()
         self.steps += 1
-        self.observer(self.policy.decode(self.preview()), self.rng, self.steps)
+        self.observer(self.policy.decode(self.preview().detach()), self.rng, self.steps)
 
     def preview(self) -> Tensor:
         return self.rollout.preview()
