@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,10 @@ def bootstrap_share(window: Tensor, start: Tensor) -> tuple[float, float, float]
     rows = torch.randint(len(window), (BOOTSTRAP_DRAWS, len(window)), generator=torch.Generator().manual_seed(0))
     shares = window[rows].mean(1) / (window + start)[rows].mean(1).clamp(min=1e-12)
     low, high = shares.quantile(torch.tensor([0.025, 0.975], dtype=shares.dtype)).tolist()
-    return float(window.mean() / (window + start).mean()), low, high
+    share = float(
+        window.mean() / (window + start).mean()
+    )  # above 1 if the variance by initial noise is estimated below 0
+    return min(share, 1.0), low, min(high, 1.0)
 
 
 def tail_share(reward: Tensor) -> float:
@@ -97,7 +101,7 @@ def summarize(rewards: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
             "window_share": share,
             "low": low,
             "high": high,
-            "snr": float(window.mean() / start.mean().clamp(min=1e-12)),
+            "snr": share / (1 - share) if share < 1 else math.inf,
             "tail_share": tail_share(reward),
         }
     return summary
