@@ -76,5 +76,5 @@ class ReNO(Search):
 
 def norm_penalty(noise: Tensor) -> Tensor:
     """Negative log-density of the norm of normal noise [B, ...], up to a constant: [B]."""
-    norm = noise.flatten(1).norm(dim=1)
+    norm: Tensor = noise.flatten(1).norm(dim=1)
     return norm**2 / 2 - (noise[0].numel() - 1) * norm.log()
