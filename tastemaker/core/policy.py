@@ -252,6 +252,15 @@ class Rollout(ABC):
     def select(self, rows: Tensor) -> None:
         """Keep some of the samples only."""
 
+    @property
+    def stochastic_until(self) -> float:
+        """Progress from which on no step draws random numbers, so that copies of a sample stay equal."""
+        return 1.0
+
+    def set_start(self, start: Tensor) -> None:
+        """Begin with this initial noise [B, *shape] instead; call it before the first step."""
+        raise NotImplementedError(f"{type(self).__name__} has no initial noise; use a Gaussian process [TM1628]")
+
     def reseed(self, rng: Randomness) -> None:
         """Use other random numbers for the remaining steps."""
         raise ConfigError(
@@ -305,6 +314,13 @@ class Process(ABC):
     def with_num_steps(self, num_steps: int) -> Self:
         """A copy of the process with another number of sampling steps."""
         raise ValueError(f"{type(self).__name__} takes one step per token; remove 'num_steps' [TM102]")
+
+    def deterministic(self) -> Self:
+        """A copy of the process that draws no random numbers but the initial noise."""
+        raise ConfigError(
+            "--search: this generator samples tokens and has no initial noise to search; use --search best_of_n "
+            "[TM1620]"
+        )
 
     def without_temperature(self) -> Self:
         """A copy of the process that always reveals the most confident tokens."""

@@ -68,6 +68,9 @@ class Purpose:
     TOKEN = "token"  # the token sampled at a position
     REVEAL = "reveal"  # which masked tokens are revealed at a step
     SCHEDULER = "scheduler"  # seeds of diffusers schedulers
+    # Search
+    RESAMPLING = "resampling"  # which particles continue
+    NEIGHBOR = "neighbor"  # distance of an initial noise from the best one so far
     # Corruption of clean samples
     TIMESTEP = "level"
     NOISE = "noise"

@@ -96,6 +96,9 @@ class GaussianProcess(Process):
         step = self.dynamics.step(self.path, self.denoising_step(x, segment.t, segment.s, x))
         return step.std
 
+    def deterministic(self) -> Self:
+        return replace(self, dynamics=ODE(), window=None)
+
     def network_calls_per_sample(self, shape: tuple[int, ...]) -> int:
         return self.num_steps
 
@@ -192,6 +195,15 @@ class GaussianRollout(Rollout):
             self.x = action
         else:
             self.x = process.ode_step(self.x, t, s, self.clean)
+
+    @property
+    def stochastic_until(self) -> float:
+        steps = self.process.num_steps if self.process.stochastic else 0
+        drawn = [i for i in self.stochastic_steps if i < steps and float(self.timesteps[i + 1]) > 0]
+        return (drawn[-1] + 1) / steps if drawn else 0.0
+
+    def set_start(self, start: Tensor) -> None:
+        self.start = self.x = self.clean = start
 
     def preview(self) -> Tensor:
         return self.x if self.steps_done == self.process.num_steps else self.clean

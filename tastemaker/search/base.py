@@ -107,10 +107,17 @@ class ObservedRollout(Rollout):
     def progress(self) -> float:
         return self.rollout.progress
 
+    @property
+    def stochastic_until(self) -> float:
+        return self.rollout.stochastic_until
+
+    def set_start(self, start: Tensor) -> None:
+        self.rollout.set_start(start)
+
     def step(self) -> None:
         self.rollout.step()
         self.steps += 1
-        self.observer(self.policy.decode(self.preview()), self.rng, self.steps)
+        self.observer(self.policy.decode(self.preview().detach()), self.rng, self.steps)
 
     def preview(self) -> Tensor:
         return self.rollout.preview()

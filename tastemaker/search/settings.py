@@ -61,8 +61,8 @@ def is_curve_requested(text: str, counts: Sequence[int]) -> bool:
     if "n" in _parse_settings(text) or not takes_candidates(text):
         raise ConfigError(
             f"--num-candidates: got {len(counts)} numbers, but --search '{text:.60}' does not use them; remove "
-            "'n' from the settings of --search, choose best_of_n, prm, parm or published_parm, or give one "
-            "number [TM583]"
+            "'n' from the settings of --search, choose best_of_n, prm, parm, published_parm, fk_steering or "
+            "noise_search, or give one number [TM583]"
         )
     return True
 

@@ -106,7 +106,7 @@ def test_existing_images_are_kept_and_missing_ones_generated(capsys: pytest.Capt
     assert [path.read_bytes() for path in files] != before
 
 
-@pytest.mark.parametrize("search", ["single", "best_of_n", "parm", "prm", "refine"])
+@pytest.mark.parametrize("search", ["single", "best_of_n", "parm", "prm", "fk_steering", "refine"])
 def test_step_images_are_written_on_request(search: str) -> None:
     settings = "{type: refine, search: {type: best_of_n, n: 2}, max_rounds: 2}" if search == "refine" else search
     arguments = ["generate", "grpo-toy-masked", "--tiny", "-p", "red", "-p", "blue", "--search", settings]

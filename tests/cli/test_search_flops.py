@@ -19,7 +19,9 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.search.base import RubricVerifier, SearchCost
 from tastemaker.search.best_of_n import BestOfN
+from tastemaker.search.fk_steering import FKSteering
 from tastemaker.search.flops import format_flops, measure_flop_costs
+from tastemaker.search.noise_search import NoiseSearch
 from tastemaker.search.parm import PARMSearch, PublishedPARMSearch
 from tastemaker.search.refine import Refine
 from tastemaker.search.settings import build_search, evaluate_curve, is_curve_requested, search_name
@@ -49,6 +51,21 @@ def test_search_metadata_states_its_cost(capsys: pytest.CaptureFixture[str]) -> 
     assert run_cli(*arguments, "--out", "single") == 0
     assert [row["verifier_calls"] for row in read_metadata("single")] == [0, 0]
     assert read_metadata("single")[0]["flops"] < metadata[0]["flops"]
+
+
+def test_steering_and_noise_search_state_their_cost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["generate", "grpo-toy-flow", "-p", "a red", "--device", "cpu", "process.num_steps=8"]
+    steering = [*arguments, "--search", "fk_steering", "--num-candidates", "3"]
+    noise = [*arguments, "--search", "{type: noise_search, n: 3, rounds: 2}"]
+    assert run_cli(*steering, "--out", "steered") == 0
+    assert run_cli(*noise, "--out", "noise") == 0
+    calls = [(row["calls"], row["verifier_calls"]) for out in ("steered", "noise") for row in read_metadata(out)]
+    assert calls == [(3 * 8, 3 * 4), (2 * 3 * 8, 2 * 3)]
+    capsys.readouterr()
+    assert run_cli("generate", "likelihood-toy-flow", "-p", "a red", "--search", "fk_steering") == EXIT_USAGE
+    assert "TM1623" in capsys.readouterr().err
 
 
 def test_judge_option_selects_the_verifier() -> None:
@@ -119,6 +136,9 @@ def test_search_is_built_from_a_name_or_settings() -> None:
     assert build_search("{type: parm, start_progress: 0.5, prune: false}", 8) == PARMSearch(8, 0.5, prune=False)
     assert build_search("{type: published_parm, n: 3}", 8) == PublishedPARMSearch(3)
     assert build_search("{type: refine, search: {type: best_of_n, n: 2}}", 8) == Refine(BestOfN(2))
+    steering = build_search("{type: fk_steering, potential: max, reward_scale: 2, resample_at: [0.5]}", 8)
+    assert steering == FKSteering(8, "max", 2.0, (0.5,))
+    assert build_search("{type: noise_search, rounds: 2, step_size: 0.3}", 5) == NoiseSearch(5, 2, 0.3)
     assert search_name("{type: parm, n: 3}") == "parm"
     with pytest.raises(ConfigError, match=r"pram.*TM107"):
         build_search("pram", 3)
