@@ -93,7 +93,7 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
         return replace(pairs, reward_guidance=guidance, metrics=metrics)
 
     def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
-        return {"reward/mean": experience.reward, **experience.metrics}
+        return {"reward/mean": experience.reward, **{name: x.mean() for name, x in experience.metrics.items()}}
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         guidance_parts = len(experience.reward_guidance.trajectory.segments) if experience.reward_guidance else 0
