@@ -68,7 +68,7 @@ class ScriptedEstimator(LikelihoodEstimator):
             return LikelihoodEstimate(masked_elbo((log_prob * noisy.noise).sum(1), noisy.noise) / x.shape[1])
         error = self.values[f"v{suffix}"][int(noisy.x[0])] - (noisy.noise - x)
         prediction = x - noisy.t.view(-1, 1, 1, 1) * error
-        return LikelihoodEstimate(error_likelihood(prediction, x, noisy.t, self.kind), prediction, noisy.t)
+        return LikelihoodEstimate(error_likelihood(prediction, x, noisy.t, self.kind), prediction, noisy.t, noisy.t**-2)
 
 
 @dataclass(frozen=True)
