@@ -31,7 +31,7 @@ from ..core.types import Corrupted, Loss, PromptBatch, Trajectory, select_rows
 from ..processes.gaussian import GaussianProcess
 from ..processes.masked import MaskedProcess
 from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
-from .denoising_likelihood import LikelihoodKind, velocity_distance
+from .denoising_likelihood import LikelihoodKind
 from .likelihood_estimators import (
     DenoisingEstimator,
     ExactEstimator,
@@ -94,8 +94,8 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
     kl_coef: float = 0.1  # weight of the distance to the reference; small runs collapse without
     old_kl_coef: float = 0.0  # and to the policy that samples
     ema_kl_coef: float = 0.0  # and to a lagged copy of the policy
-    # Of distances: velocities, clean samples (V-GRPO), or velocities divided by twice the variance of Flow-SDE (AWM)
-    kl_weighting: Literal["velocity", "clean", "elbo"] = "velocity"
+    # Of distances: network outputs, clean samples (V-GRPO), or outputs divided by twice the variance of Flow-SDE (AWM)
+    kl_weighting: Literal["output", "clean", "elbo"] = "output"
     # mse: squared distance of predictions; k1, k2, k3: estimates from likelihoods. Token models always use k2.
     kl_estimator: Literal["mse", "k1", "k2", "k3"] = "mse"
     norm_guard_coef: float = 0.0  # weight of the squared excess of the velocity's norm over the reference's
@@ -338,11 +338,12 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
             if self.kl_estimator == "k1":
                 return difference
             return difference**2 / 2 if self.kl_estimator == "k2" else difference.expm1() - difference
-        assert current.prediction is not None and other.prediction is not None and current.level is not None
-        level = current.level.double()
-        kl = velocity_distance(current.prediction, other.prediction, level)
+        assert current.prediction is not None and other.prediction is not None
+        assert current.level is not None and current.output_weight is not None
+        kl = ((current.prediction.double() - other.prediction.double()) ** 2).flatten(1).mean(1)
         if self.kl_weighting == "clean":
-            return level**2 * kl
+            return kl
+        level, kl = current.level.double(), current.output_weight * kl
         return kl / (2 * 0.7**2 * level / (1 - level.clamp(max=0.99))) if self.kl_weighting == "elbo" else kl
 
     def after_update(self, ctx: Context[Process]) -> None:

@@ -29,6 +29,7 @@ class LikelihoodEstimate:
     likelihood: Tensor  # [B] float64
     prediction: Tensor | None = None  # [B, ...] the predicted clean sample
     level: Tensor | None = None  # [B] of the straight path
+    output_weight: Tensor | None = None  # [B] squared error of the network's output per squared error of the prediction
 
 
 class LikelihoodEstimator(ABC):
@@ -73,9 +74,8 @@ class DenoisingEstimator(LikelihoodEstimator):
     def estimate(self, policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted) -> LikelihoodEstimate:
         gaussian = Policy(policy.model, self.process, policy.weights)
         prediction, level = predict_clean(gaussian, cond, noisy), velocity_level(self.process.path, noisy.t)
-        return LikelihoodEstimate(
-            error_likelihood(prediction, x, level, self.kind, self.ghuber_power), prediction, level
-        )
+        likelihood = error_likelihood(prediction, x, level, self.kind, self.ghuber_power)
+        return LikelihoodEstimate(likelihood, prediction, level, self.process.path.output_error_weight(noisy.t))
 
 
 @dataclass(frozen=True)

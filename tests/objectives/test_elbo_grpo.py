@@ -68,7 +68,7 @@ class ScriptedEstimator(LikelihoodEstimator):
             return LikelihoodEstimate(masked_elbo((log_prob * noisy.noise).sum(1), noisy.noise) / x.shape[1])
         error = self.values[f"v{suffix}"][int(noisy.x[0])] - (noisy.noise - x)
         prediction = x - noisy.t.view(-1, 1, 1, 1) * error
-        return LikelihoodEstimate(error_likelihood(prediction, x, noisy.t, self.kind), prediction, noisy.t)
+        return LikelihoodEstimate(error_likelihood(prediction, x, noisy.t, self.kind), prediction, noisy.t, noisy.t**-2)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def compute_recorded_case(case: GoldenCase, settings: dict[str, Any], kind: str)
     with policy.weights.use("old"):
         old = all_likelihoods(policy, estimator, trajectory, rng)
     rewards = advantage, objective.shape_advantages(advantage), {}
-    experience = ForwardRollout(trajectory, rng, *rewards, levels, old)
+    experience = ForwardRollout(trajectory, rng, *rewards, num_levels=levels, old_likelihood=old)
     rows = toys.total_loss(objective, toys.context(policy, len(x)), experience)
     return rows.detach(), torch.autograd.grad(rows.mean(), leaf)[0]
 

@@ -90,7 +90,7 @@ AWM = ElboGRPO(
     noise_sharing="independent",
     ratio="per_level",
     clip_range=1.0,
-    kl_coef=1e-3,
+    kl_coef=0.3,  # with 1e-3 this toy breaks
     ema_kl_coef=1.0,
 )
 EPG = ElboGRPO(group_size=16, loss_type="epg", ratio="none", advantage="centered", kl_coef=1e-2)
