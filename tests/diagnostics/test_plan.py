@@ -142,6 +142,22 @@ def test_batch_sizes_include_branches_and_guidance() -> None:
     assert (guided.collect_batch, guided.update_batch) == (6, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_networks")
+def test_objectives_on_whole_groups_and_leaps_are_planned() -> None:
+    settings = ["model.height=64", "model.width=64", "model.max_text_tokens=16", "batch.micro_batch_size=2"]
+    for objective, rows in (
+        ("{type: dgpo, group_size: 4, reference_guidance_scale: 4.5}", 8),  # a row is a group, without guidance
+        ("{type: crd, group_size: 4}", 8),
+        ("{type: ram, group_size: 4}", 2),
+    ):
+        planned = estimate_resources(load("flowgrpo-sd35", [*settings, f"objective={objective}"]))
+        assert planned.update_batch == rows, objective
+    leap = "objective={type: reward_gradient, gradient_mode: leap}"
+    few, many = (estimate(leap, f"process.num_steps={steps}").update_activations for steps in (2, 6))
+    assert 0 < few <= many < few + 1024  # the levels of the sampler are four numbers more
+
+
 @pytest.mark.usefixtures("small_networks")
 def test_plan_suggests_savings() -> None:
     settings = ["model.height=64", "model.width=64", "model.max_text_tokens=16", "optim.state_dtype=fp32"]
