@@ -38,6 +38,7 @@ from ..rewards.preference import tower_settings
 from .data_checks import BATCH_NAMES, DATA_TYPES, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
 from .engine_rules import ENGINE_RULES
+from .group_rules import check_group_rewards, check_pairwise_rewards, check_pool
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .validate import build_component
 
@@ -113,52 +114,6 @@ def check_video_rewards(config: RunConfig, world_size: int) -> str | None:
         f"rewards: {quote(rewards)} {read} videos, but the model '{name}' generates images; remove {quote(rewards)} "
         "from rewards, or use a video model [TM786]"
     )
-
-
-def check_group_rewards(config: RunConfig, world_size: int) -> str | None:
-    names = [key for key, reward in config.rewards.items() if reward.spec.needs_group]
-    objective = config.objective
-    if not names or (objective.samples_per_prompt() > 1 and not objective.needs_gradient):
-        return None
-    compare, name = "compares" if len(names) == 1 else "compare", component_name(objective)
-    found = "follows the gradient of single samples" if objective.needs_gradient else "has no groups of samples"
-    return (
-        f"rewards: {quote(names)} {compare} the samples of a prompt, but the objective '{name}' {found}; use an "
-        "objective with a group_size of at least 2, such as grpo or nft, or the reward inside [TM1592]"
-    )
-
-
-def check_pairwise_rewards(config: RunConfig, world_size: int) -> str | None:
-    names = [key for key, reward in config.rewards.items() if reward.spec.compares_pairs]
-    if not names:
-        return None
-    return (
-        f"rewards.{names[0]:.60}: a pairwise reward has no scores of single samples; write {{type: win_rate, reward: "
-        "...} around it [TM1593]"
-    )
-
-
-def check_pool(config: RunConfig, world_size: int) -> str | None:
-    keep, process = config.objective.keep, config.process
-    if keep is None:
-        return None
-    if process.stochastic:
-        return (
-            "objective.keep: samples of the pool are generated again with more steps from the same noise, but this "
-            "sampler is stochastic and would make other samples of it; set process.dynamics.type=ode, or remove "
-            "objective.keep [TM1594]"
-        )
-    num_steps = process.network_calls_per_sample(config.model.shape)
-    try:
-        process.with_num_steps(keep.pool_num_steps)
-    except ValueError as error:
-        return f"objective.keep.pool_num_steps: {error}"
-    if keep.pool_num_steps > num_steps:
-        return (
-            f"objective.keep.pool_num_steps: expected at most {num_steps}, the steps of the samples that train, got "
-            f"{keep.pool_num_steps}; lower it, or raise process.num_steps [TM1595]"
-        )
-    return None
 
 
 def check_num_frames(config: RunConfig, world_size: int) -> str | None:

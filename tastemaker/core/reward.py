@@ -23,8 +23,14 @@ from .cards import RewardCard as RewardCard
 from .errors import RewardError as RewardError
 from .interruption import POLL_SECONDS, Interrupted, abandonable_call, current_stop
 from .registry import ConfigError
-from .text_layout import truncate_text
+from .reward_inputs import check_pixels as check_pixels
+from .reward_inputs import frames_as_samples as frames_as_samples
+from .reward_inputs import quote_prompts
 from .types import Metadata, Placement, Prompts
+from .verifier import ImageTextTower as ImageTextTower
+from .verifier import TowerFeatures as TowerFeatures
+from .verifier import Verdict as Verdict
+from .verifier import Verifier as Verifier
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
 TINY = "tiny"  # as `weights`: few random weights, in no file
@@ -95,23 +101,6 @@ class PairwiseReward(Reward):
             f"{type(self).__name__} compares two samples and has no scores of single ones; use it as the `reward` of "
             "win_rate [TM1587]"
         )
-
-
-@dataclass(frozen=True)
-class TowerFeatures:
-    """What a frozen image-text network knows about samples and their prompts."""
-
-    image: Tensor  # [B, C] unit embeddings of the images
-    text: Tensor  # [B, C] unit embeddings of the prompts
-    maps: tuple[Tensor, ...]  # [B, C, h, w] each: features before pooling, which know sizes, colors and places
-
-
-class ImageTextTower(ABC):
-    """A frozen network that embeds images and texts."""
-
-    @abstractmethod
-    def encode(self, pixels: Tensor, prompts: Prompts) -> TowerFeatures:
-        """Features of the first frame of each sample, with a gradient with respect to the pixels."""
 
 
 def is_shipped(component: object) -> bool:
@@ -231,27 +220,6 @@ def load_shared_reward(spec: RewardSpec, placement: Placement) -> Reward:
     if reward is None:
         reward = _loaded[spec, placement] = spec.load(placement)
     return reward
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A verifier's judgment of previews."""
-
-    judgeable: Tensor  # [B] bool, whether the preview is clear enough to judge
-    promising: Tensor  # [B] bool
-    score: Tensor  # [B]
-
-
-class Verifier(ABC):
-    """Judges unfinished samples during search, or declines to judge them yet."""
-
-    @abstractmethod
-    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
-        """Judge previews of samples at `progress` from 0 to 1."""
-
-    def explain(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Sequence[str]:
-        """What is wrong with each sample, in words for the next attempt; empty strings if it cannot say."""
-        return [""] * len(prompts)
 
 
 @dataclass(frozen=True)
@@ -474,37 +442,6 @@ def _wait_for(scores: Future[list[Tensor]]) -> list[Tensor]:
                 raise Interrupted from None
 
 
-def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
-    """The pixels, if they have the right shape and are finite."""
-    if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
-        raise ValueError(
-            f"rubric: expected pixels of shape [B, F, 3, H, W], got {list(pixels.shape)}; add the missing dimensions "
-            "(F is 1 for images) [TM113]"
-        )
-    # The sum of a sample is finite only if all its pixels are, and needs no mask as large as the pixels.
-    finite = torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))
-    rows = (~finite).nonzero().flatten().tolist()
-    if rows:
-        indices = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-        raise RewardError(
-            f"the pixels of sample {indices} contain NaN or infinity (prompts {_quote([prompts[i] for i in rows])}), "
-            "so no reward was computed. The generator has diverged: lower optim.lr, or resume from an earlier "
-            "checkpoint [TM114]"
-        )
-    return pixels
-
-
-def _quote(prompts: Sequence[str]) -> list[str]:
-    """The beginnings of the first prompts, for a message."""
-    return [truncate_text(prompt, 80) for prompt in prompts[:3]]
-
-
-def frames_as_samples(pixels: Tensor, metadata: Sequence[Metadata]) -> tuple[Tensor, list[Metadata]]:
-    """Every frame as a sample [B * F, 1, 3, H, W], frames of a video adjacent; metadata `frame` is its index."""
-    frames = pixels.flatten(0, 1)[:, None]
-    return frames, [{**entry, "frame": k} for entry in metadata for k in range(pixels.shape[1])]
-
-
 def _score_chunk(
     name: str,
     reward: WeightedReward,
@@ -525,7 +462,7 @@ def _score_chunk(
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run as if it were done
-        kind, prompts = type(error).__name__, _quote(prompt_sets[0])
+        kind, prompts = type(error).__name__, quote_prompts(prompt_sets[0])
         raise RewardError(
             f"reward '{name}' failed on {prompts} ({kind}: {error}); fix the cause, or remove rewards.{name} [TM115]"
         ) from error
@@ -537,7 +474,7 @@ def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Pr
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
         result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise RewardError(
-            f"reward '{name}' returned {result} for {len(pixels)} samples {_quote(prompts)}; return a tensor "
+            f"reward '{name}' returned {result} for {len(pixels)} samples {quote_prompts(prompts)}; return a tensor "
             "with one score per sample [TM116]"
         )
     if value.is_meta or value.is_complex() or value.layout != torch.strided:
@@ -548,13 +485,13 @@ def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Pr
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):
-        bad = _quote([prompts[i] for i in (~finite).nonzero().flatten().tolist()])
+        bad = quote_prompts([prompts[i] for i in (~finite).nonzero().flatten().tolist()])
         raise RewardError(
             f"reward '{name}' returned NaN or infinity for {bad}; fix the reward, or remove rewards.{name} [TM117]"
         )
     if reward.needs_gradient and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
         raise RewardError(
-            f"reward '{name}' is declared differentiable, but its scores of {_quote(prompts)} have no gradient; "
+            f"reward '{name}' is declared differentiable, but its scores of {quote_prompts(prompts)} have no gradient; "
             "compute the scores without detach or no_grad, or declare differentiable = False [TM118]"
         )
     return value.float()

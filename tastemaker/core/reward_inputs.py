@@ -1,0 +1,44 @@
+"""Pixels on their way to rewards: what is refused, and videos as frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import RewardError
+from .text_layout import truncate_text
+from .types import Metadata, Prompts
+
+
+def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
+    """The pixels, if they have the right shape and are finite."""
+    if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
+        raise ValueError(
+            f"rubric: expected pixels of shape [B, F, 3, H, W], got {list(pixels.shape)}; add the missing dimensions "
+            "(F is 1 for images) [TM113]"
+        )
+    # The sum of a sample is finite only if all its pixels are, and needs no mask as large as the pixels.
+    finite = torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))
+    rows = (~finite).nonzero().flatten().tolist()
+    if rows:
+        indices = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        quoted = quote_prompts([prompts[i] for i in rows])
+        raise RewardError(
+            f"the pixels of sample {indices} contain NaN or infinity (prompts {quoted}), "
+            "so no reward was computed. The generator has diverged: lower optim.lr, or resume from an earlier "
+            "checkpoint [TM114]"
+        )
+    return pixels
+
+
+def quote_prompts(prompts: Sequence[str]) -> list[str]:
+    """The beginnings of the first prompts, for a message."""
+    return [truncate_text(prompt, 80) for prompt in prompts[:3]]
+
+
+def frames_as_samples(pixels: Tensor, metadata: Sequence[Metadata]) -> tuple[Tensor, list[Metadata]]:
+    """Every frame as a sample [B * F, 1, 3, H, W], frames of a video adjacent; metadata `frame` is its index."""
+    frames = pixels.flatten(0, 1)[:, None]
+    return frames, [{**entry, "frame": k} for entry in metadata for k in range(pixels.shape[1])]
