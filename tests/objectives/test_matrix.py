@@ -158,7 +158,7 @@ FAST = {
 }  # fmt: skip
 # Joint training needs a model of text and images, and distillation has teachers instead of rewards: tests of their own.
 TRAINED_ELSEWHERE = {JointLikelihood, Distillation}
-# Online KTO runs on noise prediction, but none of eight settings that were tried raised the reward there.
+# Online KTO runs on noise prediction, but none of nine settings that were tried raised the reward there.
 WITHOUT_GAIN = {(OnlineKTO, "epsilon")}
 CASES = [(setting, family) for setting in SETTINGS for family in setting.families]
 FIRST = {
