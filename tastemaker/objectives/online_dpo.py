@@ -93,7 +93,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
         return replace(pairs, reward_guidance=guidance, metrics=metrics)
 
     def metrics(self, experience: PreferenceExperience) -> dict[str, Tensor]:
-        return {"reward/mean": experience.reward, **{name: x.mean() for name, x in experience.metrics.items()}}
+        zero_std = experience.metrics["zero_std_groups"].mean()
+        return {"reward/mean": experience.reward, **experience.metrics, "zero_std_groups": zero_std}
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         guidance_parts = len(experience.reward_guidance.trajectory.segments) if experience.reward_guidance else 0
