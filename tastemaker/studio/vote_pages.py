@@ -298,14 +298,16 @@ def describe_waiting(session: Session, name: str) -> Json:
 def describe_result_page(session: Session, name: str) -> Json:
     """Return what the page of a result shows; nothing about sources unless they are revealed."""
     result, voters = summarize_session(session), session.voters()
-    revealed = session.is_revealed
+    revealed, alignment = session.is_revealed, name.removesuffix("~evaluation")
+    is_evaluation = alignment != name
     subject = "you" if len(voters) < 2 else f"{len(voters)} voters"
+    names = {"before": "the old model", "after": "the new model"} if is_evaluation else {}
     comparisons = [
         {
             "title": f"{each.source} against {each.opponent}",
-            "sentence": each.describe(subject=subject),
+            "sentence": each.describe(names.get(each.source, each.source), subject),
             "verdict": each.verdict(),
-            "words": each.verdict().describe(each.source, each.opponent),
+            "words": each.verdict().describe(*(names.get(side, side) for side in (each.source, each.opponent))),
             "share": each.share,
             "interval": each.interval,
             "pairs": each.pairs,
@@ -315,6 +317,9 @@ def describe_result_page(session: Session, name: str) -> Json:
     ]
     return {
         "name": name,
+        "title": f"{alignment}, before and after" if is_evaluation else session.name,
+        "alignment": alignment if is_evaluation else "",
+        "is_chosen": choose_strategy(session) == "active",
         "session": session,
         "revealed": revealed,
         "result": result,
