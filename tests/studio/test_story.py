@@ -7,17 +7,11 @@ fetched from the studio, and the votes are cast by pressing keys.
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from studio_process import BROWSER, end_all, free_port, open_browser, start_studio
 
 from tastemaker.core.randomness import Randomness
 from tastemaker.playground.captions import sample_split_captions
@@ -34,7 +29,6 @@ from tastemaker.preferences.statistics import describe_win_rate
 from tastemaker.preferences.votes import read_votes
 from tastemaker.studio.job_queue import JobQueue
 
-BROWSER = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
 playwright_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 pytestmark = [
     pytest.mark.slow,
@@ -47,35 +41,14 @@ NUM_VOTES, NUM_PROMPTS, NUM_SAMPLES = 60, 20, 3
 FAST = "\n".join(("batch.prompts=16", "guard.prompts=4", "sample.every=0", "optim.lr=3e-4"))
 
 
-def start_studio(root: Path) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-    command = [sys.executable, "-m", "tastemaker", "studio", str(root), "--port", str(port), "--no-browser"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while True:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return process, f"http://127.0.0.1:{port}"
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-
-
-def end_jobs(root: Path) -> None:
-    for job in JobQueue(root).jobs():
-        if job.state in ("running", "stopping") and job.pid:
-            with suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-
-
 @pytest.fixture
 def studio(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     root = tmp_path / "runs"
     root.mkdir()
-    process, address = start_studio(root)
-    yield root, address
-    process.terminate()
-    process.wait(30)
-    end_jobs(root)
+    port = free_port()
+    process = start_studio(root, port)
+    yield root, f"http://127.0.0.1:{port}"
+    end_all(root, process)
 
 
 class Story:
@@ -223,18 +196,8 @@ class Story:
 def test_a_person_teaches_a_model_their_taste_in_the_browser(studio: tuple[Path, str]) -> None:
     root, address = studio
     captions = sample_split_captions(Randomness(5, 0, torch.arange(2 * NUM_PROMPTS)), "train").texts()
-    with playwright_api.sync_playwright() as playwright:
-        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=options)
-        context = browser.new_context(viewport={"width": 1200, "height": 900})
+    with open_browser() as context:
         context.set_default_timeout(PATIENCE)
-        refused: list[str] = []
-
-        def refuse(route: Any) -> None:
-            refused.append(route.request.url)
-            route.abort()
-
-        context.route(lambda url: not url.startswith(address), refuse)
         page, problems = context.new_page(), list[str]()
         page.on("pageerror", lambda error: problems.append(str(error)))
         story = Story(page, address, root)
@@ -254,7 +217,6 @@ def test_a_person_teaches_a_model_their_taste_in_the_browser(studio: tuple[Path,
             act()
             times[name] = round(time.monotonic() - started, 1)
         print(times)
-        assert not refused and not problems
-        browser.close()
+        assert not context.refused and not problems
     assert len(read_votes(root / ".studio/votes/taste")) == NUM_VOTES
     assert {job.state for job in JobQueue(root).jobs()} == {"done"}
