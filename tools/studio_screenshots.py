@@ -280,12 +280,14 @@ def write_demo_jobs(root: Path) -> None:
     ):
         id = queue.submit(kind, ["train", "grpo-playground-flow", f"name={name}", "optim.lr=3e-5"], root / name, "cpu")
         title = f"align grpo-playground-flow to groups-8-or-16 ({name})" if kind == "align" else name
-        reason = "CUDA out of memory. Tried to allocate 2.50 GiB [TM999]" if state == "failed" else ""
+        reason = "CUDA out of memory. Tried to allocate 2.50 GiB" if state == "failed" else ""
         path = queue.folder / f"{id}.json"
         record = {**json.loads(path.read_text()), "title": title, "state": state, "reason": reason, **changes}
         path.write_text(json.dumps(record), encoding="utf-8")
         if state == "running":
-            queue.log_file(id).write_text(log.replace("250", "210") + log.replace("250", "230") + log, encoding="utf-8")
+            queue.log_file(id).write_text(
+                log.replace("250", "270") + log.replace("250", "280") + log.replace("250", "290"), encoding="utf-8"
+            )
 
 
 # Pictures

@@ -26,7 +26,7 @@ from .config_forms import MAX_VALUE_LENGTH, build_form, find_user_code, read_sou
 from .devices import list_devices
 from .job_events import MAX_LOG_BYTES, MEDIA_SUFFIXES, FragmentFeed, JobFeed, list_media, stream
 from .job_queue import ENDED, Job, read_tail
-from .new_run import FIELD_PREFIX, RUN_PREFIX, estimate_needs, find_source, read_new_run, suggest_name
+from .new_run import FIELD_PREFIX, RUN_PREFIX, describe_root, estimate_needs, find_source, read_new_run, suggest_name
 
 if TYPE_CHECKING:
     from .app import Studio
@@ -327,6 +327,7 @@ def _show_job(studio: Studio, request: Request) -> Response:
     command = shlex.join(["tastemaker", *job.arguments])
     run = studio.index.find(view.run) if view.run and job.kind == "train" else None
     context = {"view": view, "job": job, "run": run, "log": text, "offset": offset, "files": files, "command": command}
+    context["directory"] = describe_root(Path(job.directory))
     return studio.render(request, "job.html", context)
 
 
@@ -368,7 +369,7 @@ def _show_form(studio: Studio, request: Request, values: dict[str, str] | None, 
         "values": values or {},
         "name": (values or {}).get("name") or suggest_name(studio, source),
         "devices": list_devices(),
-        "root": studio.root,
+        "root": describe_root(studio.root),
         "run": run,
         "user_code": [] if studio.options.allow_code else find_user_code(read_source(source)),
     }

@@ -27,7 +27,8 @@ from ..preferences.session_taste import (
     read_report,
     restore_balanced_order,
 )
-from ..preferences.sessions import VOTES_FILE, Session, choose_strategy, describe_result
+from ..preferences.sessions import VOTES_FILE, Session, choose_strategy
+from ..preferences.statistics import compare_sources
 from .access import read_form
 from .config_forms import check_overrides, find_user_code_in_overrides, refuse_user_code
 from .devices import list_devices
@@ -36,7 +37,7 @@ from .job_pages import answer_errors, find_run_code, find_run_id, read_number
 from .job_queue import ENDED, Job
 from .new_run import check_name, suggest_name
 from .run_index import RunSummary
-from .vote_pages import VotingSessions, describe_waiting, start_job
+from .vote_pages import VotingSessions, describe_waiting, start_job, title_of
 
 if TYPE_CHECKING:
     from .app import Studio
@@ -89,7 +90,8 @@ class AlignmentView:
     made: int = 0  # samples of the evaluation
     total: int = 0
     votes: int = 0
-    result: str = ""  # in words, once the sources may be known
+    result: str = ""  # the win rate in words, once the sources may be known
+    verdict: str = ""  # of the stopping rule
 
     @property
     def stage(self) -> int:
@@ -118,13 +120,18 @@ def view_alignment(studio: Studio, sessions: VotingSessions, id: str, directory:
     """Read how far an alignment is from the files that it writes."""
     model_id = find_run_id(studio, directory / MODEL)
     made = total = votes = 0
-    result, session = "", None
+    result = verdict = ""
+    session = None
     session_id = f"{id}~{EVALUATION}"
     if session_id in sessions.directories():
         session = sessions.find(session_id)
         if session.is_ready:
             votes = sum(session.voters().values())
-            result = describe_result(session) if votes and session.is_revealed else ""
+            if votes and session.is_revealed:
+                before, after = (source.name for source in session.sources[:2])
+                comparison = compare_sources(session.votes(), after, before)
+                result = comparison.describe("the new model")
+                verdict = comparison.verdict().describe("the new model", "the old model")
         else:
             waiting = describe_waiting(session, session_id)
             made, total = waiting["made"], waiting["total"]
@@ -132,7 +139,7 @@ def view_alignment(studio: Studio, sessions: VotingSessions, id: str, directory:
         id,
         read_state(directory),
         find_job(studio, directory),
-        str(read_report(directory / PREFERENCE).get("summary", "")),
+        shorten_summary(read_report(directory / PREFERENCE)),
         find_run_id(studio, directory / PREFERENCE),
         studio.index.find(model_id) if model_id else None,
         session,
@@ -140,7 +147,13 @@ def view_alignment(studio: Studio, sessions: VotingSessions, id: str, directory:
         total,
         votes,
         result,
+        verdict,
     )
+
+
+def shorten_summary(report: Mapping[str, Any]) -> str:
+    """Return the summary of a preference model without its learning curve, which the page shows as a table."""
+    return str(report.get("summary", "")).partition(" Learning curve:")[0].rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,10 @@ class PreferenceView:
 
     run: str  # id of its run
     report: dict[str, Any]
+
+    @property
+    def summary(self) -> str:
+        return shorten_summary(self.report) or "the report cannot be read"
 
     @property
     def curve(self) -> list[dict[str, float]]:
@@ -170,6 +187,7 @@ def view_taste(studio: Studio, sessions: VotingSessions, name: str, form: Values
     jobs = [job for job in studio.jobs.jobs() if job.kind == "preference" and str(session.directory) in job.arguments]
     return {
         "name": name,
+        "title": title_of(session, name),
         "session": session,
         "votes": sum(session.voters().values()),
         "voters": list(session.voters()),

@@ -190,6 +190,7 @@ class Story:
         assert sentence[1:] in page.inner_text("main") and "valid after any number of votes" in page.inner_text("main")
         page.click("text=The alignment")
         self.expect(page.locator("#win-rate")).to_contain_text(sentence[1:])
+        self.expect(page.locator("#stopping-rule")).to_contain_text(re.compile("decided", re.IGNORECASE))
         assert re.search(r"ou preferred the new model in \d+ % of 20 pairs; 95 % interval \d+ to \d+ %", sentence)
 
 
