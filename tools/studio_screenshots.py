@@ -35,7 +35,7 @@ from tastemaker.playground.corruptions import blur
 from tastemaker.playground.scenes import Painter, corrupt_captions, sample_scenes
 from tastemaker.preferences.session_taste import record_preference_model
 from tastemaker.preferences.sessions import Session, create_session, next_ballots, record_vote
-from tastemaker.preferences.statistics import wilson_interval
+from tastemaker.preferences.statistics import describe_share, wilson_interval
 from tastemaker.preferences.votes import Choice, Kind
 from tastemaker.studio.job_queue import JobQueue
 from tastemaker.studio.server import StudioServerOptions, serve_studio
@@ -235,17 +235,17 @@ def write_demo_votes(root: Path) -> None:
 def write_demo_preference(run: Path, votes: str) -> None:
     """Write the directory of a preference model."""
     run.mkdir(parents=True)
-    counts = ((20, 0.58), (32, 0.63), (51, 0.69), (81, 0.72), (128, 0.77), (234, 0.81))
+    counts = ((20, 0.56), (24, 0.59), (29, 0.61), (35, 0.66), (42, 0.69), (51, 0.73))
     curve = []
     with (run / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for step, (count, accuracy) in enumerate(counts, 1):
-            low, high = wilson_interval(round(accuracy * 300), 300)
+            low, high = wilson_interval(accuracy * 64, 64)
             curve.append({"votes": count, "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high})
             file.write(json.dumps({"step": step, "validation/accuracy": accuracy, "loss": 1 - accuracy}) + "\n")
     words = ", ".join(f"{100 * accuracy:.0f} % with {count} votes" for count, accuracy in counts)
     summary = (
-        "with 234 votes it predicts 81 % of 300 (95 % interval 76 to 85 %) votes on prompts that it has not seen; "
-        f"calibration error 4 %. Learning curve: {words}; more votes still help"
+        f"with 51 votes it predicts {describe_share(0.73 * 64, 64)} votes on prompts that it has not seen; "
+        f"calibration error 6 %. Learning curve: {words}; more votes still help"
     )
     (run / "preference.json").write_text(json.dumps({"summary": summary, "learning_curve": curve}), encoding="utf-8")
     text = f"preference:\n  tower: {{type: playground_match}}\ndata: {{type: votes, path: {votes}}}\nsteps: 6\n"
@@ -258,7 +258,7 @@ def write_demo_alignment(root: Path) -> None:
     for name, method in (("my-taste", "reward_gradient"), ("my-taste-grpo", "grpo")):
         write_demo_preference(root / name / "preference", str(votes))
         write_demo_run(DemoRun(f"{name}/model", steps=80, done=80, speed=1.2, age=1800.0), root)
-        state = {"votes": str(votes), "model": "grpo-playground-flow", "method": method, "count": 300}
+        state = {"votes": str(votes), "model": "grpo-playground-flow", "method": method, "count": 64}
         (root / name / "alignment.json").write_text(json.dumps(state), encoding="utf-8")
         pictures = root.parent / "pictures" / name
         session = make_demo_session(root / name / "evaluation", pictures, ("before", "after"))
