@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from collections.abc import Sequence
@@ -32,6 +33,20 @@ def write_painted_votes(
     for image, file in zip(pixels, files, strict=True):
         save_image(image, file)
     return write_votes(folder / "votes.jsonl", person, files, texts, votes)
+
+
+def paint_pictures(folder: Path, prompts: int = 8, samples: int = 3) -> Path:
+    """Paint scenes of captions into a folder with their prompts, as a source of a voting session."""
+    captions = sample_split_captions(Randomness(3, 0, torch.arange(prompts)), "train")
+    repeated = select_rows(captions, torch.arange(prompts).repeat_interleave(samples))
+    rng = Randomness(3, 1, torch.arange(len(repeated)))
+    folder.mkdir(parents=True)
+    rows = []
+    for k, image in enumerate(Painter().paint(sample_scenes(repeated, rng, snapped=0.0), rng)):
+        save_image(image, folder / f"{k:03d}.png")
+        rows.append(json.dumps({"file": f"{k:03d}.png", "prompt": repeated.texts()[k]}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
 
 
 def write_votes(path: Path, person: str, files: Sequence[Path], prompts: Sequence[str], votes: int) -> Path:

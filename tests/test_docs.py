@@ -156,7 +156,10 @@ def find_mistakes(line: str, local_files: set[str]) -> Iterator[str]:
         if match[1] not in COMMANDS:
             yield f"no command {match[1]}"
             return
-        known = {option for parameter in COMMANDS[match[1]].params for option in parameter.opts}
+        command = COMMANDS[match[1]]
+        # The options of `vote learn` are those of its second word.
+        command = vars(command).get("commands", {}).get(next(iter(match[2].split()), ""), command)
+        known = {option for parameter in command.params for option in parameter.opts}
         yield from (f"no option {option}" for option in re.findall(r"--[\w-]+", match[2]) if option not in known)
     if (match := re.match(r"make ([\w-]+)", line)) and not re.search(rf"^{match[1]}:", MAKEFILE, re.MULTILINE):
         yield f"no target {match[1]}"

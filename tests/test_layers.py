@@ -37,6 +37,7 @@ WORKFLOWS = (
     "preferences.interchange",
     "preferences.session_results",
     "preferences.session_samples",
+    "preferences.session_taste",
     "preferences.sessions",
     "rewards.folder_scorer",
     "search.flops",

@@ -23,14 +23,21 @@ from typing import Any
 import torch
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+from rich.console import Console
 from torch import Tensor
 
 from tastemaker.config.dump import config_to_yaml
 from tastemaker.config.load import load_any_config
 from tastemaker.core.randomness import Randomness
+from tastemaker.data.image_io import save_image
 from tastemaker.playground.captions import parse_captions, sample_captions
 from tastemaker.playground.corruptions import blur
 from tastemaker.playground.scenes import Painter, corrupt_captions, sample_scenes
+from tastemaker.preferences.session_taste import record_preference_model
+from tastemaker.preferences.sessions import Session, create_session, next_ballots, record_vote
+from tastemaker.preferences.statistics import describe_share, wilson_interval
+from tastemaker.preferences.votes import Choice, Kind
+from tastemaker.studio.job_queue import JobQueue
 from tastemaker.studio.server import StudioServerOptions, serve_studio
 from tastemaker.training.events import (
     Event,
@@ -78,9 +85,9 @@ RUNS = (
 )
 
 
-def paint_samples(prompts: Sequence[str], progress: float, frames: int, hacking: float) -> Tensor:
+def paint_samples(prompts: Sequence[str], progress: float, frames: int, hacking: float, seed: int = 7) -> Tensor:
     """Paint what a model might draw: [B, F, 3, 64, 64]. The same noise, sharper and more often right with progress."""
-    rng = Randomness(7, 0, torch.arange(len(prompts)))
+    rng = Randomness(seed, 0, torch.arange(len(prompts)))
     captions = parse_captions(prompts)
     scenes = sample_scenes(corrupt_captions(captions, max(0.0, 0.9 - 1.1 * progress), rng), rng)
     pixels = Painter().paint(scenes, rng).flatten(0, 1)
@@ -176,6 +183,111 @@ def write_reports(run: DemoRun, directory: Path) -> None:
 def write_demo_runs(root: Path) -> None:
     for run in RUNS:
         write_demo_run(run, root)
+    write_demo_votes(root)
+    write_demo_alignment(root)
+    write_demo_jobs(root)
+
+
+# Votes, an alignment and jobs
+
+
+def make_demo_session(directory: Path, pictures: Path, labels: Sequence[str], kind: Kind = "pair") -> Session:
+    """Create a session of painted pictures; later sources are better."""
+    seeds = range(4)
+    for place, label in enumerate(labels):
+        (pictures / label).mkdir(parents=True)
+        rows = []
+        for seed in seeds:
+            progress = (0.95, 0.5)[place == 0 and len(labels) > 1]
+            for k, image in enumerate(paint_samples(PROMPTS, progress, 1, 0.0, 20 + seed)):
+                file = pictures / label / f"{k}-{seed}.png"
+                save_image(image, file)
+                rows.append(json.dumps({"file": file.name, "prompt": PROMPTS[k]}))
+        (pictures / label / "metadata.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    sources = [f"{label}={pictures / label}" for label in labels]
+    return create_session(directory, sources, seeds=seeds, kind=kind, console=Console(quiet=True))
+
+
+def vote_at_random(session: Session, voter: str, count: int, share: float) -> None:
+    """Vote for the later source with a probability of `share`."""
+    rng = random.Random(voter)
+    for ballot in next_ballots(session, voter, count):
+        later = max(range(len(ballot.samples)), key=lambda place: session.samples[ballot.samples[place]].source)
+        choice: Choice = later if rng.random() < share else "tie" if rng.random() < 0.2 else 1 - later
+        record_vote(session, voter, ballot, rng.random() < share if session.kind == "like" else choice, 1.4)
+
+
+def write_demo_votes(root: Path) -> None:
+    votes, pictures = root / ".studio/votes", root.parent / "pictures"
+    make_demo_session(votes / "pairs", pictures / "pairs", ("old", "new"))
+    make_demo_session(votes / "best-of-four", pictures / "four", ("old", "new"), "best_of")
+    likes = make_demo_session(votes / "likes", pictures / "likes", ("old", "new"), "like")
+    vote_at_random(likes, "anna", 30, 0.6)
+    result = make_demo_session(votes / "groups-8-or-16", pictures / "result", ("groups of 8", "groups of 16"))
+    for voter, count in (("anna", 32), ("ben", 32)):
+        vote_at_random(result, voter, count, 0.75)
+    result.end()
+    run = root / "preference-groups-8-or-16"
+    write_demo_preference(run, ".studio/votes/groups-8-or-16/votes.jsonl")
+    record_preference_model(result, run)
+
+
+def write_demo_preference(run: Path, votes: str) -> None:
+    """Write the directory of a preference model."""
+    run.mkdir(parents=True)
+    counts = ((20, 0.56), (24, 0.59), (29, 0.61), (35, 0.66), (42, 0.69), (51, 0.73))
+    curve = []
+    with (run / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for step, (count, accuracy) in enumerate(counts, 1):
+            low, high = wilson_interval(accuracy * 64, 64)
+            curve.append({"votes": count, "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high})
+            file.write(json.dumps({"step": step, "validation/accuracy": accuracy, "loss": 1 - accuracy}) + "\n")
+    words = ", ".join(f"{100 * accuracy:.0f} % with {count} votes" for count, accuracy in counts)
+    summary = (
+        f"with 51 votes it predicts {describe_share(0.73 * 64, 64)} votes on prompts that it has not seen; "
+        f"calibration error 6 %. Learning curve: {words}; more votes still help"
+    )
+    (run / "preference.json").write_text(json.dumps({"summary": summary, "learning_curve": curve}), encoding="utf-8")
+    text = f"preference:\n  tower: {{type: playground_match}}\ndata: {{type: votes, path: {votes}}}\nsteps: 6\n"
+    (run / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def write_demo_alignment(root: Path) -> None:
+    """Write two alignments: one with its result, and one that waits for the blind vote."""
+    votes = root / ".studio/votes/groups-8-or-16/votes.jsonl"
+    for name, method in (("my-taste", "reward_gradient"), ("my-taste-grpo", "grpo")):
+        write_demo_preference(root / name / "preference", str(votes))
+        write_demo_run(DemoRun(f"{name}/model", steps=80, done=80, speed=1.2, age=1800.0), root)
+        state = {"votes": str(votes), "model": "grpo-playground-flow", "method": method, "count": 64}
+        (root / name / "alignment.json").write_text(json.dumps(state), encoding="utf-8")
+        pictures = root.parent / "pictures" / name
+        session = make_demo_session(root / name / "evaluation", pictures, ("before", "after"))
+        if name == "my-taste":
+            vote_at_random(session, "anna", 32, 0.75)
+            session.end()
+
+
+def write_demo_jobs(root: Path) -> None:
+    """Write jobs in all states; nothing of it runs."""
+    queue, now = JobQueue(root), time.time()
+    log = "step 250/400  reward 0.7125  loss -0.0031  grad norm 0.21  lr 0.0001  29.1 images/s  0:05:30 left\n"
+    for kind, name, state, changes in (
+        ("train", "grpo-larger-groups", "running", {"started": now - 640}),
+        ("train", "sweep/lr-3e-5", "queued", {}),
+        ("align", "my-taste-dpo", "queued", {}),
+        ("align", "my-taste", "done", {"started": now - 9000, "ended": now - 7100, "exit_code": 0}),
+        ("train", "failed-on-the-server", "failed", {"started": now - 9e4, "ended": now - 8e4, "exit_code": 1}),
+    ):
+        id = queue.submit(kind, ["train", "grpo-playground-flow", f"name={name}", "optim.lr=3e-5"], root / name, "cpu")
+        title = f"align grpo-playground-flow to groups-8-or-16 ({name})" if kind == "align" else name
+        reason = "CUDA out of memory. Tried to allocate 2.50 GiB" if state == "failed" else ""
+        path = queue.folder / f"{id}.json"
+        record = {**json.loads(path.read_text()), "title": title, "state": state, "reason": reason, **changes}
+        path.write_text(json.dumps(record), encoding="utf-8")
+        if state == "running":
+            queue.log_file(id).write_text(
+                log.replace("250", "270") + log.replace("250", "280") + log.replace("250", "290"), encoding="utf-8"
+            )
 
 
 # Pictures
@@ -250,6 +362,72 @@ def show_scores(page: Page, url: str) -> None:
     page.evaluate("document.getElementById('scores-title').scrollIntoView(); scrollBy(0, -60)")
 
 
+def show_recipes(page: Page, url: str) -> None:
+    page.goto(f"{url}jobs/new")
+    page.wait_for_selector("#recipe-filter")
+    page.fill("#recipe-filter", "playground")
+
+
+def show_form(page: Page, url: str) -> None:
+    page.goto(f"{url}jobs/new?recipe=grpo-playground-flow")
+    page.fill("#field-optim-lr", "3e-4")
+    page.wait_for_selector("#check-state.good, #check-state.wrong", timeout=240_000)
+    page.evaluate("scrollTo(0, 0)")
+
+
+def show_jobs(page: Page, url: str) -> None:
+    page.goto(f"{url}jobs")
+    page.wait_for_selector(".job")
+
+
+def show_job(page: Page, url: str) -> None:
+    show_jobs(page, url)
+    page.locator(".job a.name").first.click()
+    page.wait_for_selector("#log")
+
+
+def show_votes(page: Page, url: str) -> None:
+    page.goto(f"{url}votes")
+
+
+def open_ballot(page: Page, url: str, name: str) -> None:
+    page.goto(f"{url}votes/{name}")
+    page.fill("#voter", "carla")
+    page.click("#start")
+    page.wait_for_selector("#stage img")
+
+
+def show_pair(page: Page, url: str) -> None:
+    open_ballot(page, url, "pairs")
+
+
+def show_four(page: Page, url: str) -> None:
+    open_ballot(page, url, "best-of-four")
+
+
+def show_like(page: Page, url: str) -> None:
+    open_ballot(page, url, "likes")
+
+
+def show_result(page: Page, url: str) -> None:
+    page.goto(f"{url}votes/groups-8-or-16/result")
+
+
+def show_taste(page: Page, url: str) -> None:
+    page.goto(f"{url}votes/groups-8-or-16/taste")
+    page.wait_for_selector(".learned")
+
+
+def show_alignment(page: Page, url: str) -> None:
+    page.goto(f"{url}alignments/my-taste")
+    page.wait_for_selector("#win-rate")
+
+
+def show_blind(page: Page, url: str) -> None:
+    page.goto(f"{url}alignments/my-taste-grpo")
+    page.wait_for_selector("#vote-blind")
+
+
 PICTURES = {
     "runs": show_runs,
     "run": show_run,
@@ -260,6 +438,18 @@ PICTURES = {
     "compare": show_comparison,
     "overlay": show_overlay,
     "scores": show_scores,
+    "recipes": show_recipes,
+    "form": show_form,
+    "jobs": show_jobs,
+    "job": show_job,
+    "votes": show_votes,
+    "pair": show_pair,
+    "four": show_four,
+    "like": show_like,
+    "result": show_result,
+    "taste": show_taste,
+    "alignment": show_alignment,
+    "blind": show_blind,
 }
 
 
@@ -277,6 +467,7 @@ def take_pictures(url: str, out: Path, names: Sequence[str]) -> None:
                 device_scale_factor=1.5 if device == "phone" else 1,
             )
             page = context.new_page()
+            page.set_default_timeout(240_000)
             problems: list[str] = []
             page.on("console", lambda message, seen=problems: seen.append(message.text))
             page.on("pageerror", lambda error, seen=problems: seen.append(str(error)))
@@ -287,7 +478,7 @@ def take_pictures(url: str, out: Path, names: Sequence[str]) -> None:
                 page.wait_for_timeout(200)
             save_picture(page.screenshot(), out / name)
             wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            print(name, f"wider than the screen by {wide}" if wide > 0 else "", *problems)
+            print(name, f"wider than the screen by {wide}" if wide > 0 else "", *problems, flush=True)
             context.close()
 
 
@@ -304,6 +495,7 @@ def main() -> None:
         if not root.exists():
             write_demo_runs(root)
         os.utime(root / "grpo-larger-groups" / "metrics.jsonl")  # it is running
+        JobQueue.start_thread = lambda self: None  # type: ignore[method-assign]  # nothing of the queue runs
         os.chdir(root.parent)  # the list shows the directory as the user gave it
         with serve_studio(StudioServerOptions(Path(root.name), port=0)) as url:
             take_pictures(url, out, options.names or [f"{name}-{kind}" for name in PICTURES for kind in kinds])

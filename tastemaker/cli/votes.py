@@ -9,6 +9,7 @@ import typer
 
 from ..core.errors import ConfigError
 from .options import (
+    EXIT_INTERRUPTED,
     LOOK,
     Precision,
     PromptFileOption,
@@ -184,3 +185,66 @@ def stats(
         typer.echo(f"{name}: {count} votes")
     for line in result.sentences():
         typer.echo(line)
+
+
+@vote.command(epilog="Example: tastemaker vote learn taste --active")
+def learn(
+    session: Annotated[str, typer.Argument(help="Name or folder of a session.")],
+    recipe: Annotated[str, typer.Option(help="Recipe of the preference model; default: one that fits.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the preference model; default: RUNS/preference-SESSION.")
+    ] = None,
+    voter: Voter = "",
+    active: Annotated[
+        bool, typer.Option("--active", help="Then order the next pairs by expected information.")
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="Directory of runs, which the studio serves.")] = Path("runs"),
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Setting of the recipe as key=value; repeatable.")
+    ] = None,
+    device: RunDeviceOption = None,
+) -> None:
+    """Train a preference model, which is a reward, from the votes of a session."""
+    from ..preferences.session_taste import learn_taste, order_pairs, read_report
+    from ..preferences.sessions import load_session
+
+    opened = load_session(session_folder(session, runs))
+    place = out or runs / f"preference-{opened.name}"
+    settings = merge_overrides(overrides, device)
+    if not learn_taste(opened, place, settings, recipe=recipe, voter=voter, console=stderr_console()):
+        raise typer.Exit(EXIT_INTERRUPTED)
+    typer.echo(f"{place}: {read_report(place).get('summary', '')}")
+    if active:
+        typer.echo(f"{order_pairs(opened, place)} pairs ordered by expected information")
+    print_next_steps(
+        f"tastemaker align --votes {opened.directory / 'votes.jsonl'} --model RECIPE",
+        f"tastemaker vote order {session}",
+    )
+
+
+@vote.command(epilog="Example: tastemaker vote order taste")
+def order(
+    session: Annotated[str, typer.Argument(help="Name or folder of a session.")],
+    preference: Annotated[
+        Path | None, typer.Option(help="Run of a preference model; default: the newest one of this session.")
+    ] = None,
+    balanced: Annotated[bool, typer.Option("--balanced", help="Go back to the balanced order.")] = False,
+    runs: Annotated[Path, typer.Option(help="Directory of runs, which the studio serves.")] = Path("runs"),
+    device: RewardDeviceOption = "auto",
+) -> None:
+    """Order the next pairs of a session by expected information, with the votes so far."""
+    from ..preferences.sessions import load_session
+
+    opened = load_session(session_folder(session, runs))
+    if balanced:
+        from ..preferences.session_taste import restore_balanced_order
+
+        restore_balanced_order(opened)
+        typer.echo("the pairs are shown in the balanced order")
+    else:
+        from ..preferences.session_taste import order_pairs
+        from ..training.precision import choose_placement
+
+        count = order_pairs(opened, preference, choose_placement(device, "fp32"))
+        typer.echo(f"{count} pairs ordered by expected information")
+    print_next_steps(f"tastemaker studio {runs}")

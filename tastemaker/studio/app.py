@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parent
 
 # Modules with pages, in the order of the navigation. Each has `routes(studio) -> list[Route]`; one with an entry in the
 # navigation has `NAVIGATION = ("Title", "/path")`.
-ROUTE_MODULES = ("run_pages", "sample_pages", "events", "compare_pages", "vote_pages", "job_pages")
+ROUTE_MODULES = ("run_pages", "sample_pages", "events", "compare_pages", "vote_pages", "taste_pages", "job_pages")
 
 
 @dataclass(frozen=True)

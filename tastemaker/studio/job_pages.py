@@ -26,7 +26,7 @@ from .config_forms import MAX_VALUE_LENGTH, build_form, find_user_code, read_sou
 from .devices import list_devices
 from .job_events import MAX_LOG_BYTES, MEDIA_SUFFIXES, FragmentFeed, JobFeed, list_media, stream
 from .job_queue import ENDED, Job, read_tail
-from .new_run import FIELD_PREFIX, RUN_PREFIX, estimate_needs, find_source, read_new_run, suggest_name
+from .new_run import FIELD_PREFIX, RUN_PREFIX, describe_root, estimate_needs, find_source, read_new_run, suggest_name
 
 if TYPE_CHECKING:
     from .app import Studio
@@ -47,6 +47,7 @@ class JobView:
     step: int = 0
     steps: int = 0
     last_line: str = ""
+    page: str = ""  # of what it makes: a run, a vote or an alignment
 
 
 def find_run_id(studio: Studio, directory: Path) -> str:
@@ -55,20 +56,28 @@ def find_run_id(studio: Studio, directory: Path) -> str:
     return id if id in studio.index.directories() else ""
 
 
-def find_run_page(studio: Studio, directory: Path) -> str:
+def find_result_page(studio: Studio, directory: Path) -> str:
+    """Return the page of what a job writes: a run, an alignment or a voting session; empty if there is none yet."""
+    if (directory / "alignment.json").is_file() and directory.is_relative_to(studio.root):
+        return f"/alignments/{quote(directory.relative_to(studio.root).as_posix().replace('/', '~'))}"
+    if directory.parent == studio.data_folder / "votes":
+        return f"/votes/{quote(directory.name)}"
     id = find_run_id(studio, directory)
     return f"/runs/{quote(id)}" if id else ""
 
 
 def view_job(studio: Studio, job: Job) -> JobView:
-    run, step, steps, line = find_run_id(studio, Path(job.directory)), 0, 0, ""
+    directory, step, steps, line = Path(job.directory), 0, 0, ""
+    # The run of an alignment is inside of its directory: the preference model first, then the aligned model.
+    folders = [directory / "model", directory / "preference"] if job.kind == "align" else [directory]
+    run = next((id for folder in folders if (id := find_run_id(studio, folder))), "")
     if job.state not in ENDED:
         lines = read_tail(studio.jobs.log_file(job.id), 4096)[0].strip().splitlines()
         line = lines[-1][:200] if lines else ""
         if run:
             summary = studio.index.find(run)
             step, steps = summary.step, summary.steps
-    return JobView(job, run, step, steps, line)
+    return JobView(job, run, step, steps, line, find_result_page(studio, directory))
 
 
 def list_views(studio: Studio) -> dict[str, list[JobView]]:
@@ -290,7 +299,7 @@ def event_routes(studio: Studio) -> list[Route]:
         id, offset = request.path_params["id"], request.query_params.get("offset", "0")
         await answer_errors(studio.jobs.find, id)
         start = int(offset) if offset.isdecimal() and len(offset) < 16 else 0
-        return stream(JobFeed(studio.jobs, id, start, partial(find_run_page, studio)).collect)
+        return stream(JobFeed(studio.jobs, id, start, partial(find_result_page, studio)).collect)
 
     return [
         Route("/jobs/events", stream_jobs),
@@ -318,6 +327,7 @@ def _show_job(studio: Studio, request: Request) -> Response:
     command = shlex.join(["tastemaker", *job.arguments])
     run = studio.index.find(view.run) if view.run and job.kind == "train" else None
     context = {"view": view, "job": job, "run": run, "log": text, "offset": offset, "files": files, "command": command}
+    context["directory"] = describe_root(Path(job.directory))
     return studio.render(request, "job.html", context)
 
 
@@ -359,7 +369,7 @@ def _show_form(studio: Studio, request: Request, values: dict[str, str] | None, 
         "values": values or {},
         "name": (values or {}).get("name") or suggest_name(studio, source),
         "devices": list_devices(),
-        "root": studio.root,
+        "root": describe_root(studio.root),
         "run": run,
         "user_code": [] if studio.options.allow_code else find_user_code(read_source(source)),
     }

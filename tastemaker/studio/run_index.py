@@ -36,7 +36,7 @@ SPARKLINE_POINTS = 40
 WHOLE_FILE_BYTES = 64 * 1024  # a file up to this size is read completely
 TAIL_BYTES = 256 * 1024  # where the newest warning is looked for
 ROW_BYTES = 4 * 1024  # read at each point of a sparkline
-SPARKLINE_METRICS = ("reward/mean", "accuracy", "psnr", "loss", "loss/policy")
+SPARKLINE_METRICS = ("reward/mean", "accuracy", "validation/accuracy", "psnr", "loss", "loss/policy")
 RUN_FILES = (METRICS_FILE, "config.yaml", STATUS_FILE)
 SKIPPED_FOLDERS = {"checkpoints", "samples", "eval", "evaluations", "__pycache__"}
 
@@ -324,7 +324,9 @@ def read_plan(path: Path) -> tuple[int, str]:
         return 0, ""
     steps = re.search(r"^steps:\s*(\d{1,12})\s*(?:#.*)?$", text, re.MULTILINE)
     section = re.search(r"^objective:\s*(?:\n\s+|\{\s*)type:\s*([\w.:-]{1,80})", text, re.MULTILINE)
-    kind = next((name for name in ("autoencoder", "judge") if re.search(rf"^{name}:", text, re.MULTILINE)), "")
+    kind = next(
+        (name for name in ("autoencoder", "judge", "preference") if re.search(rf"^{name}:", text, re.MULTILINE)), ""
+    )
     return int(steps[1]) if steps else 0, section[1] if section else kind
 
 

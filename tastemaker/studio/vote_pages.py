@@ -126,7 +126,10 @@ def routes(studio: Studio) -> list[Route]:
     sessions = VotingSessions(studio)
 
     def show_list(request: Request, error: str = "", form: Mapping[str, str] | None = None) -> Response:
-        rows = [(name, session, describe_session(session)) for name, session in sessions.list_all()]
+        rows = [
+            (name, session, {**describe_session(session), "title": title_of(session, name)})
+            for name, session in sessions.list_all()
+        ]
         context = {"rows": rows, "error": error, "form": form or {}, "kinds": KINDS, "suggestions": suggest(studio)}
         return studio.render(request, "votes.html", context, 400 if error else 200)
 
@@ -143,7 +146,13 @@ def routes(studio: Studio) -> list[Route]:
         session = sessions.find(name)
         if not session.is_ready:
             return studio.render(request, "vote_wait.html", describe_waiting(session, name))
-        context = {"name": name, "session": session, "ended": session.has_ended, "max_name": MAX_NAME_LENGTH}
+        context = {
+            "name": name,
+            "title": title_of(session, name),
+            "session": session,
+            "ended": session.has_ended,
+            "max_name": MAX_NAME_LENGTH,
+        }
         return studio.render(request, "vote.html", context)
 
     def show_result(request: Request) -> Response:
@@ -276,6 +285,12 @@ def format_ballot(session: Session, ballot: Ballot) -> Json:
     return data
 
 
+def title_of(session: Session, name: str) -> str:
+    """Return what a session is called on the pages; a blind evaluation has the name of its alignment."""
+    alignment = name.removesuffix("~evaluation")
+    return session.name if alignment == name else f"{alignment}: before and after"
+
+
 def describe_session(session: Session) -> Json:
     """Return the numbers of a session for the list."""
     try:
@@ -292,20 +307,23 @@ def describe_waiting(session: Session, name: str) -> Json:
     log = session.directory / JOB_LOG
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:] if log.is_file() else []
     total = len(session.sources) * len(session.prompts) * len(session.seeds)
-    return {"name": name, "session": session, "made": made, "total": total, "lines": lines}
+    title = title_of(session, name)
+    return {"name": name, "title": title, "session": session, "made": made, "total": total, "lines": lines}
 
 
 def describe_result_page(session: Session, name: str) -> Json:
     """Return what the page of a result shows; nothing about sources unless they are revealed."""
     result, voters = summarize_session(session), session.voters()
-    revealed = session.is_revealed
+    revealed, alignment = session.is_revealed, name.removesuffix("~evaluation")
+    is_evaluation = alignment != name
     subject = "you" if len(voters) < 2 else f"{len(voters)} voters"
+    names = {"before": "the old model", "after": "the new model"} if is_evaluation else {}
     comparisons = [
         {
             "title": f"{each.source} against {each.opponent}",
-            "sentence": each.describe(subject=subject),
+            "sentence": each.describe(names.get(each.source, each.source), subject),
             "verdict": each.verdict(),
-            "words": each.verdict().describe(each.source, each.opponent),
+            "words": each.verdict().describe(*(names.get(side, side) for side in (each.source, each.opponent))),
             "share": each.share,
             "interval": each.interval,
             "pairs": each.pairs,
@@ -315,6 +333,9 @@ def describe_result_page(session: Session, name: str) -> Json:
     ]
     return {
         "name": name,
+        "title": title_of(session, name),
+        "alignment": alignment if is_evaluation else "",
+        "is_chosen": choose_strategy(session) == "active",
         "session": session,
         "revealed": revealed,
         "result": result,

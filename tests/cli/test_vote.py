@@ -1,4 +1,4 @@
-"""The command vote: create, stats, export and import."""
+"""The command vote: create, stats, export, import, learn and order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from cli_runner import run_cli
+from painted_votes import paint_pictures
 from voting_pictures import write_pictures
 
-from tastemaker.preferences.sessions import load_session, next_pair, record_vote
+from tastemaker.preferences.sessions import choose_strategy, load_session, next_ballots, next_pair, record_vote
 from tastemaker.preferences.votes import read_votes
 
 
@@ -29,6 +30,28 @@ def test_session_is_created_voted_on_and_exported(
     assert [vote.voter for vote in read_votes(Path("imported"))] == ["ben", "ben"]
     assert run_cli("vote", "import", "old", "--liked", "--against", "new", "--out", "liked") == 0
     assert len(read_votes(Path("liked"))) == 4
+
+
+def test_taste_is_learned_and_the_next_pairs_are_ordered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pictures = paint_pictures(tmp_path / "pictures", prompts=8, samples=3)
+    assert run_cli("vote", "create", "taste", "--source", str(pictures), "--seeds", "0-2") == 0
+    session = load_session(Path("runs/.studio/votes/taste"))
+    for number, ballot in enumerate(next_ballots(session, "anna", 14)):
+        record_vote(session, "anna", ballot, number % 2)
+    assert run_cli("vote", "order", "taste") == 2
+    assert "TM1502" in capsys.readouterr().err
+    learn = ("vote", "learn", "taste", "--recipe", "preference-playground", "--active", "--device", "cpu")
+    assert run_cli(*learn) == 0
+    output = capsys.readouterr().out
+    assert "it predicts" in output and "10 pairs ordered by expected information" in output
+    assert Path("runs/preference-taste/preference.safetensors").is_file() and choose_strategy(session) == "active"
+    assert run_cli("vote", "order", "taste", "--balanced") == 0
+    assert choose_strategy(session) == "balanced"
+    assert run_cli("vote", "order", "taste", "--device", "cpu") == 0
+    assert choose_strategy(session) == "active"
 
 
 def test_mistakes_are_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

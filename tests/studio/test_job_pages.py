@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from studio_process import end_all, free_port, start_studio
 
 from tastemaker.studio.app import Studio, StudioOptions, create_app
 from tastemaker.studio.config_worker import answer
@@ -185,31 +180,6 @@ def test_pages_of_other_origins_cannot_start_or_stop_anything(client: TestClient
             assert client.post(address, data=form, headers={"Origin": origin}).status_code == 403
         assert client.get(address, follow_redirects=False).status_code in (200, 404, 405)
     assert [(job.id, job.state) for job in jobs.jobs()] == [(id, "queued")]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def start_studio(root: Path, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tastemaker", "studio", str(root), "--port", str(port), "--no-browser"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while True:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return process
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def end_all(root: Path, process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for job in JobQueue(root).jobs():
-        if job.state in ("running", "stopping") and job.pid:
-            with suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
