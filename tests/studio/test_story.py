@@ -27,7 +27,7 @@ from tastemaker.playground.simulated_people import PEOPLE
 from tastemaker.preferences.sessions import load_session
 from tastemaker.preferences.statistics import describe_win_rate
 from tastemaker.preferences.votes import read_votes
-from tastemaker.studio.job_queue import JobQueue
+from tastemaker.studio.job_queue import ENDED, JobQueue
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 pytestmark = [
@@ -219,5 +219,7 @@ def test_a_person_teaches_a_model_their_taste_in_the_browser(studio: tuple[Path,
             times[name] = round(time.monotonic() - started, 1)
         print(times)
         assert not context.refused and not problems
+        # The blind vote opens as soon as its samples are there; the process that made them ends a little later.
+        story.wait(lambda: all(job.state in ENDED for job in JobQueue(root).jobs()), "the end of the jobs")
     assert len(read_votes(root / ".studio/votes/taste")) == NUM_VOTES
     assert {job.state for job in JobQueue(root).jobs()} == {"done"}
