@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from pydantic import Field, PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
@@ -77,6 +77,10 @@ class ImageTextTower(ABC):
     @abstractmethod
     def encode(self, pixels: Tensor, prompts: Prompts) -> TowerFeatures:
         """Features of the first frame of each sample, with a gradient with respect to the pixels."""
+
+    @abstractmethod
+    def image_layers(self) -> tuple[nn.Module, tuple[str, ...]]:
+        """The network, and the names of its layers that encode images; LoRA adapters can be added to these."""
 
 
 def is_shipped(component: object) -> bool:
