@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
 import tastemaker as tm
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.randomness import Randomness
-from tastemaker.data.image_io import make_contact_sheet, read_image, save_image
+from tastemaker.data.image_io import make_grid, read_image, save_image
 from tastemaker.playground.captions import sample_split_captions
 from tastemaker.playground.simulated_people import PEOPLE, SimulatedPerson
 from tastemaker.preferences.sessions import Session, SessionSource, create_session
@@ -38,6 +39,7 @@ QUIET = Console(quiet=True)
 TASTES = ("large", "warm", "high")
 SAMPLES = 4  # of each prompt that is voted on
 EVALUATION_SEEDS = (0, 1)
+SHEET_COLUMNS = 10
 NUM_RESAMPLES = 2000  # of the bootstrap over prompts
 
 
@@ -110,7 +112,7 @@ class SeedStudy:
     @property
     def overrides(self) -> list[str]:
         settings = self.settings
-        sizes = [f"steps={settings.steps}", f"batch.prompts={settings.batch}", f"seed={self.seed}", "guard.prompts=12"]
+        sizes = [f"steps={settings.steps}", f"batch.prompts={settings.batch}", f"seed={self.seed}", "guard.prompts=4"]
         return [*sizes, "sample.every=0", *settings.overrides]
 
     def train_control(self, prompts: Sequence[str]) -> tuple[Session, Path]:
@@ -147,7 +149,7 @@ class SeedStudy:
         control, directory = self.train_control(aligned.session.prompts)
         (before, texts), (after, _) = session_images(aligned.session, 0), session_images(aligned.session, 1)
         controlled, _ = session_images(control, 0)
-        self.save_sheets(name, before, controlled, after)
+        self.save_sheet(name, before, controlled, after)
         quality = json.loads((folder / "align" / "preference" / "preference.json").read_text(encoding="utf-8"))
         people = {rule: PEOPLE[rule] for rule in TASTES}
         return {
@@ -165,11 +167,12 @@ class SeedStudy:
             "settings": {key: getattr(settings, key) for key in ("method", "model", "steps", "batch", "weight")},
         }
 
-    def save_sheets(self, name: str, before: Tensor, control: Tensor, after: Tensor) -> None:
-        """Sheets of twelve prompts: before, control and after."""
-        rows = list(range(0, len(before), len(EVALUATION_SEEDS)))[:12]
-        for label, images in (("before", before), ("control", control), ("after", after)):
-            save_image(make_contact_sheet(images[rows])[None], self.folder / f"{name}-{label}.png")
+    def save_sheet(self, name: str, before: Tensor, control: Tensor, after: Tensor) -> None:
+        """A sheet with one prompt per column, and the rows before, control and after."""
+        columns = range(0, len(before), len(EVALUATION_SEEDS))[:SHEET_COLUMNS]
+        rows = torch.cat([images[list(columns)] for images in (before, control, after)])
+        enlarged = F.interpolate(rows[:, 0], scale_factor=2, mode="bilinear")[:, None]
+        save_image(make_grid(enlarged, columns=len(columns), min_size=128), self.folder / f"{name}.jpg")
 
 
 def bootstrap_mean(groups: Tensor) -> tuple[float, float]:

@@ -75,7 +75,7 @@ def write_likes(votes: Path, path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "nft", "dpo"])
 def test_two_steps_of_every_method_end_in_a_blind_evaluation(votes: Path, tmp_path: Path, method: str) -> None:
-    sizes = ["steps=2", "batch.prompts=2", "guard.prompts=2", "sample.every=0", "optim.lr=0.02"]
+    sizes = ["steps=2", "batch.prompts=2", "guard.prompts=4", "sample.every=0", "optim.lr=0.02"]
     groups = [] if method == "dpo" else ["objective.group_size=2"]
     # DPO trains on likes, paired within a prompt; the others on a reward that was learned from votes on pairs.
     used = write_likes(votes, tmp_path / "likes.jsonl") if method == "dpo" else votes
