@@ -28,7 +28,7 @@ from tastemaker.rewards.playground import PlaygroundMatchReward
 from tastemaker.rewards.preference import load_tower
 
 BATCH_SIZE = 64
-SPLITS = 3  # parts of the prompts, each held out once
+PARTS = 3  # of the prompts; one is held out
 
 
 class StudySamples:
@@ -59,7 +59,7 @@ class VotingPool:
         self.samples, self.person = samples, person
         self.rates = person.rate(samples.pixels, samples.prompts).double()
         pairs = samples.pairs
-        held_out = samples.prompt[pairs[:, 0]] % SPLITS == split
+        held_out = samples.prompt[pairs[:, 0]] % PARTS == split
         decided = (self.rates[pairs[:, 0]] - self.rates[pairs[:, 1]]).abs() >= person.indifference
         self.pairs, self.test = pairs[~held_out], pairs[held_out & decided]
         self.noise = torch.rand(len(self.pairs), generator=torch.Generator().manual_seed(split)).tolist()
@@ -104,12 +104,13 @@ def main() -> None:
     parser.add_argument("--study", type=Path, default=Path("build/taste"))
     parser.add_argument("--people", nargs="*", default=["large", "warm", "high"])
     parser.add_argument("--votes", type=int, nargs="*", default=[10, 20, 30, 40, 60, 80, 120, 160])
+    parser.add_argument("--splits", type=int, default=PARTS, help="how many thirds of the prompts are held out in turn")
     settings = parser.parse_args()
     studies = [StudySamples(file.parent) for file in sorted(settings.study.glob("seed-*/samples.json"))]
     print(format_row("person", "strategy", [f"{n} votes" for n in settings.votes]))
     print(format_row("---", "---", ["---"] * len(settings.votes)))
     for name in settings.people:
-        pools = [VotingPool(samples, PEOPLE[name], split) for samples in studies for split in range(SPLITS)]
+        pools = [VotingPool(samples, PEOPLE[name], split) for samples in studies for split in range(settings.splits)]
         strategies: tuple[Strategy, ...] = ("random", "active")
         curves = {
             each: torch.tensor([simulate(pool, each, settings.votes, seed) for seed, pool in enumerate(pools)])
