@@ -155,6 +155,7 @@ class SeedStudy:
         return {
             "person": name,
             "seed": self.seed,
+            "prompts": list(aligned.session.prompts),
             "after_before": {rule: compare_images(each, after, before, texts) for rule, each in people.items()},
             "control_before": {rule: compare_images(each, controlled, before, texts) for rule, each in people.items()},
             "after_control": {rule: compare_images(each, after, controlled, texts) for rule, each in people.items()},
@@ -175,16 +176,20 @@ class SeedStudy:
         save_image(make_grid(enlarged, columns=len(columns), min_size=128), self.folder / f"{name}.jpg")
 
 
-def bootstrap_mean(groups: Tensor) -> tuple[float, float]:
-    """The 95 % interval of a mean over prompts, for numbers [prompts, samples]."""
-    generator = torch.Generator().manual_seed(0)
-    means = groups.double().mean(1)
-    chosen = torch.randint(len(means), (NUM_RESAMPLES, len(means)), generator=generator)
-    low, high = means[chosen].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    return low, high
+def bootstrap_mean(numbers: Sequence[float], prompts: Sequence[str], sign: str = "") -> str:
+    """A mean with its 95 % interval, by a bootstrap over prompts, because seeds share prompts."""
+    places = {prompt: k for k, prompt in enumerate(dict.fromkeys(prompts))}
+    index = torch.tensor([places[prompt] for prompt in prompts])
+    total = torch.zeros(len(places), dtype=torch.float64).index_add_(0, index, torch.tensor(numbers).double())
+    count = index.bincount().double()
+    chosen = torch.randint(len(places), (NUM_RESAMPLES, len(places)), generator=torch.Generator().manual_seed(0))
+    means = total[chosen].sum(1) / count[chosen].sum(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return f"{total.sum() / count.sum():{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
 def describe_wins(wins: Sequence[float]) -> str:
+    """A win rate with its Wilson interval."""
     low, high = wilson_interval(sum(wins), len(wins))
     return f"{sum(wins) / len(wins):.3f} ({low:.3f} to {high:.3f})"
 
@@ -194,8 +199,17 @@ def split_right(right: float, count: int) -> list[float]:
     return [1.0] * round(right) + [0.0] * (count - round(right))
 
 
-def pool(rows: Sequence[dict[str, Any]], key: str, rule: str) -> list[float]:
-    return [win for row in rows for win in row[key][rule]]
+def pool_wins(rows: Sequence[dict[str, Any]], key: str, rule: str) -> str:
+    """The win rate by a rule over all seeds."""
+    prompts = [prompt for row in rows for prompt in row["prompts"] for _ in EVALUATION_SEEDS]
+    return bootstrap_mean([win for row in rows for win in row[key][rule]], prompts)
+
+
+def pool_changes(rows: Sequence[dict[str, Any]], base: str) -> str:
+    """The mean difference of PlayEval's strict verdicts to those of another model, over all seeds."""
+    pairs = [zip(row["strict_after"], row[f"strict_{base}"], strict=True) for row in rows]
+    prompts = [str(k // 2) for row in rows for k in range(len(row["strict_after"]))]
+    return bootstrap_mean([after - before for each in pairs for after, before in each], prompts, "+")
 
 
 def format_tables(rows: Sequence[dict[str, Any]]) -> str:
@@ -206,8 +220,8 @@ def format_tables(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, own in people.items():
-        wins = [describe_wins(pool(own, key, name)) for key in ("after_before", "control_before", "after_control")]
-        lines.append(f"| {name} | {len(pool(own, 'after_before', name))} | {' | '.join(wins)} |")
+        wins = [pool_wins(own, key, name) for key in ("after_before", "control_before", "after_control")]
+        lines.append(f"| {name} | {sum(len(row['after_before'][name]) for row in own)} | {' | '.join(wins)} |")
     lines += [
         "",
         "| person | seed | after over before | after over control | accuracy on decided votes | ties |",
@@ -226,18 +240,13 @@ def format_tables(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, own in people.items():
-        before, control, after = (
-            torch.tensor([row[f"strict_{key}"] for row in own]).view(-1, 2) for key in ("before", "control", "after")
-        )
-        means = " | ".join(f"{x.mean():.3f}" for x in (before, control, after))
-        changes = " | ".join(
-            "{:+.3f} ({:+.3f} to {:+.3f})".format((after - x).mean(), *bootstrap_mean(after - x))
-            for x in (before, control)
-        )
+        strict = [[score for row in own for score in row[f"strict_{key}"]] for key in ("before", "control", "after")]
+        means = " | ".join(f"{sum(scores) / len(scores):.3f}" for scores in strict)
+        changes = " | ".join(pool_changes(own, base) for base in ("before", "control"))
         lines.append(f"| {name} | {means} | {changes} |")
     lines += ["", f"| aligned to | {' | '.join(f'by the rule {rule}' for rule in TASTES)} |", "|---|---|---|---|"]
     for name, own in people.items():
-        wins = [describe_wins(pool(own, "after_control", rule)) for rule in TASTES]
+        wins = [pool_wins(own, "after_control", rule) for rule in TASTES]
         lines.append(f"| {name} | {' | '.join(wins)} |")
     return "\n".join(lines)
 

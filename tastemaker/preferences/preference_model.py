@@ -33,7 +33,7 @@ MAX_RANK = 256  # directions of the features in which votes differ; more are cut
 MAX_ITERATIONS = 50
 TOLERANCE = 1e-8  # of Newton's step, squared
 NUM_FOLDS = 5
-TEMPERATURES = tuple(2.0 ** (k / 4) for k in range(-8, 9))  # from 1/4 to 4
+TEMPERATURES: tuple[float, ...] = tuple(2.0 ** (k / 4) for k in range(-8, 9))  # from 1/4 to 4
 Blocks = dict[str, Tensor]
 
 

@@ -65,7 +65,8 @@ def score_pairs(
     pixels = (pixels * 255).round().clamp(0, 255) / 255
     blocks = encode_samples(tower, pixels, [*batch.prompts, *batch.prompts], layer)
     chosen, rejected = head(torch.cat(list(blocks.values()), 1).float()).chunk(2)
-    return chosen - rejected
+    difference: Tensor = chosen - rejected
+    return difference
 
 
 def train_adapters(
@@ -84,6 +85,7 @@ def train_adapters(
     device = next(head.parameters()).device
     head.requires_grad_(True)
     head_lr = HEAD_LR * float(head.weight.detach().square().mean().sqrt().clamp(min=1e-3))
+    trained = [*adapters.trainable().values(), head.weight]
     groups = [
         {"params": list(adapters.trainable().values()), "lr": settings.lr},
         {"params": [head.weight], "lr": head_lr},
@@ -101,8 +103,8 @@ def train_adapters(
         loss = F.binary_cross_entropy_with_logits(logits, targets[places].to(logits))
         prior = settings.l2 * head.weight.square().sum() / (2 * len(votes))
         optimizer.zero_grad()
-        (loss + prior).backward()
-        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)  # type: ignore[union-attr]
+        torch.autograd.backward(loss + prior)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         yield step + 1

@@ -185,7 +185,7 @@ def adapt_tower(
     if head is None:
         return None
     with torch.no_grad():
-        head.weight /= temperature
+        head.weight.div_(temperature)
     shares = {name: describe_share(each["accuracy"] * len(held_out), len(held_out)) for name, each in quality.items()}
     summary = f"Of one fold's held-out votes, LoRA predicts {shares['lora']}, the frozen tower {shares['frozen']}"
     report = {"rank": settings.lora_rank, "steps": settings.lora_steps, "temperature": temperature, **quality}
@@ -355,7 +355,7 @@ def write_model(
     run: PreferenceRun, head: PreferenceHead, adapters: Mapping[str, Tensor], report: Mapping[str, Any]
 ) -> None:
     """Write the weights that the reward `preference` loads, and the report."""
-    config = {"tower": tower_settings(run.settings.tower), "features": run.settings.features}
+    config: dict[str, Any] = {"tower": tower_settings(run.settings.tower), "features": run.settings.features}
     if adapters:
         config["lora_rank"] = run.settings.lora_rank
     write_weights(run.directory / PREFERENCE_FILE, {**head.state_dict(), **adapters}, config, torch.float32)
