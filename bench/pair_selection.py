@@ -22,13 +22,12 @@ from torch import Tensor
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import read_image
 from tastemaker.playground.simulated_people import PEOPLE, SimulatedPerson
-from tastemaker.preferences.pair_selection import Strategy, predict_decided, select_pairs
-from tastemaker.preferences.preference_model import Blocks, Comparisons, compute_blocks, fit_preference
+from tastemaker.preferences.pair_selection import Strategy, select_pairs
+from tastemaker.preferences.preference_model import Blocks, Comparisons, encode_samples, fit_preference
 from tastemaker.rewards.playground import PlaygroundMatchReward
 from tastemaker.rewards.preference import load_tower
 
 BATCH_SIZE = 64
-METHODS = ("random", "active", "active, ties")  # the last one also predicts from the prompt which votes are ties
 PARTS = 3  # of the prompts; one is held out
 
 
@@ -39,13 +38,11 @@ class StudySamples:
         listed = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
         self.prompts = [prompt for _, prompt in listed]
         self.pixels = torch.stack([read_image(folder / "samples" / name)[:1] for name, _ in listed])
-        tower, parts, texts = load_tower(PlaygroundMatchReward(), Placement()), list[Blocks](), list[Tensor]()
+        tower, parts = load_tower(PlaygroundMatchReward(), Placement()), list[Blocks]()
         with torch.no_grad():
             for k in range(0, len(listed), BATCH_SIZE):
-                features = tower.encode(self.pixels[k : k + BATCH_SIZE], self.prompts[k : k + BATCH_SIZE])
-                parts.append(compute_blocks(features, "spatial"))
-                texts.append(features.text)
-        self.texts = torch.cat(texts).double()
+                batch = self.pixels[k : k + BATCH_SIZE], self.prompts[k : k + BATCH_SIZE]
+                parts.append(encode_samples(tower, *batch, "spatial"))
         self.blocks = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
         numbers = {prompt: k for k, prompt in enumerate(dict.fromkeys(self.prompts))}
         self.prompt = torch.tensor([numbers[prompt] for prompt in self.prompts])
@@ -76,29 +73,21 @@ class VotingPool:
         target = torch.tensor(votes, dtype=torch.float64)
         return Comparisons(self.samples.blocks, first, second, target, self.samples.prompt[first])
 
-    def texts(self, pairs: Tensor) -> Tensor:
-        """Embeddings of the prompts of pairs: [P, C]."""
-        return self.samples.texts[pairs[:, 0]]
-
     def accuracy(self, score: Tensor) -> float:
         predicted, actual = (x[self.test[:, 0]] > x[self.test[:, 1]] for x in (score, self.rates))
         return float((predicted == actual).double().mean())
 
 
-def simulate(pool: VotingPool, method: str, counts: Sequence[int], seed: int) -> list[float]:
+def simulate(pool: VotingPool, strategy: Strategy, counts: Sequence[int], seed: int) -> list[float]:
     """Held-out accuracy after each number of votes; the model is fitted again at each of them."""
-    strategy: Strategy = "random" if method == "random" else "active"
     places: list[int] = []
     votes: list[float] = []
     fitted, accuracies = None, []
     for count in counts:
         rest = [k for k in range(len(pool.pairs)) if k not in set(places)]
-        pairs, decided = pool.pairs[rest], None
-        if method == "active, ties" and places:
-            voted, clear = pool.texts(pool.pairs[places]), torch.tensor([vote != 0.5 for vote in votes])
-            decided = predict_decided(voted, clear, pool.texts(pairs))
-        wanted, blocks = count - len(places), pool.samples.blocks
-        chosen = select_pairs(fitted, blocks, pairs, wanted, strategy=strategy, decided=decided, seed=seed + count)
+        chosen = select_pairs(
+            fitted, pool.samples.blocks, pool.pairs[rest], count - len(places), strategy=strategy, seed=seed + count
+        )
         places += [rest[k] for k in chosen]
         votes += [pool.vote(rest[k]) for k in chosen]
         fitted = fit_preference(pool.comparisons(places, votes), seed=seed)
@@ -122,17 +111,17 @@ def main() -> None:
     print(format_row("---", "---", ["---"] * len(settings.votes)))
     for name in settings.people:
         pools = [VotingPool(samples, PEOPLE[name], split) for samples in studies for split in range(settings.splits)]
+        strategies: tuple[Strategy, ...] = ("random", "active")
         curves = {
-            method: torch.tensor([simulate(pool, method, settings.votes, seed) for seed, pool in enumerate(pools)])
-            for method in METHODS
+            each: torch.tensor([simulate(pool, each, settings.votes, seed) for seed, pool in enumerate(pools)])
+            for each in strategies
         }
-        for method, values in curves.items():
-            print(format_row(name, method, [f"{value:.3f}" for value in values.mean(0).tolist()]))
-            gain = values - curves["random"]
-            error = gain.std(0) / math.sqrt(len(gain))
-            cells = [f"{a:+.3f} ± {b:.3f}" for a, b in zip(gain.mean(0).tolist(), error.tolist(), strict=True)]
-            if method != "random":
-                print(format_row("", "less random", cells), flush=True)
+        for each, values in curves.items():
+            print(format_row(name, each, [f"{value:.3f}" for value in values.mean(0).tolist()]))
+        gain = curves["active"] - curves["random"]
+        error = gain.std(0) / math.sqrt(len(gain))
+        cells = [f"{a:+.3f} ± {b:.3f}" for a, b in zip(gain.mean(0).tolist(), error.tolist(), strict=True)]
+        print(format_row(name, "difference", cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .preference_model import Blocks, FittedPreference, fit_posterior
+from .preference_model import Blocks, FittedPreference
 
 Strategy = Literal["random", "balanced", "active"]
 NUM_NODES = 16  # of Gauss-Hermite quadrature
-DECIDED_L2 = 0.1  # precision of the prior of the model of ties
 
 
 def expected_information(mean: Tensor, variance: Tensor) -> Tensor:
@@ -36,7 +35,6 @@ def select_pairs(
     *,
     strategy: Strategy = "active",
     shown: Tensor | None = None,
-    decided: Tensor | None = None,
     seed: int = 0,
 ) -> list[int]:
     """Choose the next pairs to vote on; returns their places in `pairs`.
@@ -45,7 +43,6 @@ def select_pairs(
         fitted: the model of the votes so far; without one, `active` is random.
         blocks: features of all samples; pairs: [P, 2] indices of samples.
         shown: [P] how often each pair was shown, for `balanced`.
-        decided: [P] the probability that a vote is no tie (`predict_decided`), for `active`; a tie says little.
     """
     generator, count = torch.Generator().manual_seed(seed), min(count, len(pairs))
     order = torch.randperm(len(pairs), generator=generator)
@@ -54,27 +51,10 @@ def select_pairs(
     if strategy != "active" or fitted is None:
         return [int(k) for k in order[:count]]
     features = fitted.features(blocks)
-    return choose_informative(fitted, features[pairs[:, 0]] - features[pairs[:, 1]], count, decided)
+    return choose_informative(fitted, features[pairs[:, 0]] - features[pairs[:, 1]], count)
 
 
-def predict_decided(voted_texts: Tensor, was_decided: Tensor, texts: Tensor) -> Tensor:
-    """The probability that a vote is no tie, by a logistic regression on the embeddings of prompts: [P].
-
-    People are indifferent to what a prompt fixes: someone who likes warm colors has no preference between two green
-    frogs if the prompt asks for green ones. Information about the images alone cannot know that.
-
-    Args:
-        voted_texts: [V, C] unit embeddings of the prompts of votes; was_decided: [V] 1, or 0 for a tie.
-        texts: [P, C] those of the prompts of pairs to vote on.
-    """
-    center = voted_texts.mean(0)
-    inputs, others = (torch.cat([x - center, torch.ones_like(x[:, :1])], 1).double() for x in (voted_texts, texts))
-    return (others @ fit_posterior(inputs, was_decided.double(), DECIDED_L2).weight).sigmoid()
-
-
-def choose_informative(
-    fitted: FittedPreference, differences: Tensor, count: int, decided: Tensor | None = None
-) -> list[int]:
+def choose_informative(fitted: FittedPreference, differences: Tensor, count: int) -> list[int]:
     """Choose pairs greedily; each choice lowers the variance of the pairs like it, as its vote will."""
     posterior = fitted.posterior
     inside = differences @ posterior.basis
@@ -84,7 +64,6 @@ def choose_informative(
     chosen: list[int] = []
     for _ in range(count):
         information = expected_information(mean, covariance.diagonal())
-        information = information if decided is None else information * decided
         information[chosen] = -math.inf
         best = int(information.argmax())
         chosen.append(best)
