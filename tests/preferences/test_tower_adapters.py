@@ -33,6 +33,7 @@ def votes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_painted_votes(tmp_path_factory.mktemp("votes"), prompts=12, votes=30)
 
 
+@pytest.mark.slow
 def test_adapters_of_clip_and_of_the_playground_start_without_effect_and_train(votes: Path) -> None:
     data = VoteData(votes).load(0)
     targets, places = torch.ones(len(data)), list(range(len(data)))
