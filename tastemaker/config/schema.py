@@ -270,11 +270,14 @@ class JudgeRunConfig(SupervisedConfig):
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """The preference model: a Bradley-Terry head on the features of a frozen image-text network."""
+    """The preference model: a Bradley-Terry head on the features of an image-text network, frozen or with LoRA."""
 
     tower: RewardSpec  # a reward with such a network: clip (also SigLIP), pickscore, hps or playground_match
     features: FeatureLayer = "all"  # pooled: the embedding; spatial: maps, which know sizes, colors and places
     folds: Annotated[int, Field(ge=2, le=20)] = 5  # parts of the prompts, each predicted from votes on the others
+    lora_rank: Annotated[int, Field(ge=0, le=256)] = 0  # of adapters on the tower's image layers; 0 keeps it frozen
+    lora_steps: PositiveInt = 60  # optimizer steps, each on batch_size votes
+    lora_lr: PositiveFloat = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)

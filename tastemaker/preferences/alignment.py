@@ -36,6 +36,7 @@ ON_VOTES = ("dpo", "kto")  # methods that train on the votes instead of a learne
 PREFERENCE, MODEL, EVALUATION, STATE_FILE = "preference", "model", "evaluation", "alignment.json"
 REWARD = "preference"  # the name of the learned reward in the run
 MIN_UNSEEN_PROMPTS = 4
+NEARLY_ODE = {"type": "flow_sde", "noise_level": 1e-4}  # Euler's method on rectified flow, with invisible noise
 
 OBJECTIVES: Mapping[Method, dict[str, Any]] = {
     "reward_gradient": {"type": "reward_gradient", "gradient_mode": "last_steps", "last_steps": 2},
@@ -185,6 +186,8 @@ def run_alignment(options: AlignmentOptions, console: Console) -> Alignment:
 def same_sampler(base: RunConfig, config: RunConfig) -> tuple[str, ...]:
     """Overrides with which the trained model is sampled as the model before, if it trains with another sampler."""
     before, after = (config_to_dict(each)["process"] for each in (base, config))
+    if config.process.stochastic and not base.process.stochastic:
+        before["dynamics"] = NEARLY_ODE  # the objective refuses the deterministic sampler itself
     return tuple(f"process.{key}={json.dumps(value)}" for key, value in before.items() if after.get(key) != value)
 
 

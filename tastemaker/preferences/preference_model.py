@@ -28,12 +28,12 @@ LAYER_BLOCKS: Mapping[FeatureLayer, tuple[str, ...]] = {
     "all": ("average", "layout", "embedding", "match"),
 }
 L2_GRID = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # precision of the prior
-FAINT = 0.2  # scale of a block that a candidate prior hardly uses
+FAINT = 0.05  # scale of a block that a candidate prior hardly uses
 MAX_RANK = 256  # directions of the features in which votes differ; more are cut off
 MAX_ITERATIONS = 50
 TOLERANCE = 1e-8  # of Newton's step, squared
 NUM_FOLDS = 5
-TEMPERATURES = tuple(2.0 ** (k / 4) for k in range(-8, 9))  # from 1/4 to 4
+TEMPERATURES: tuple[float, ...] = tuple(2.0 ** (k / 4) for k in range(-8, 9))  # from 1/4 to 4
 Blocks = dict[str, Tensor]
 
 

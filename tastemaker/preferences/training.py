@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.schema import CheckpointConfig, PreferenceConfig, PreferenceRunConfig
+from ..core.interruption import StopRequest
 from ..core.registry import ConfigError
 from ..core.reward import ImageTextTower
 from ..core.types import PreferenceBatch
@@ -32,12 +33,22 @@ from .preference_model import (
     Comparisons,
     FeatureLayer,
     FittedPreference,
+    PreferenceHead,
     Prior,
     encode_samples,
     fit_preference,
     split_prompts,
 )
 from .statistics import describe_share, wilson_interval
+from .tower_adapters import (
+    AdapterSettings,
+    adapter_tensors,
+    add_adapters,
+    choose_temperature,
+    load_adapter_tensors,
+    predict_votes,
+    train_adapters,
+)
 
 REPORT_FILE, FEATURES_FILE = "preference.json", "features.safetensors"
 NUM_BINS = 5  # of the reliability table, from 50 to 100 %
@@ -105,12 +116,85 @@ def train(run: PreferenceRun) -> Iterator[Event]:
             if stop_requested.is_set() and step < run.steps:
                 yield TrainingFinished(step, interruption_reason(step))
                 return
-    fitted = fit_preference(votes, seed=run.seed)
-    run.weights.net.load_state_dict(fitted.to_head().to(run.engine.device).state_dict())
+        fitted = fit_preference(votes, seed=run.seed)
+        head, adapted = fitted.to_head(), None
+        if run.settings.lora_rank:
+            adapted = adapt_tower(run, votes, folds[0], fitted, stop_requested)
+            if adapted is None:
+                yield TrainingFinished(run.steps, interruption_reason(run.steps))
+                return
+            head = adapted.head
+    run.weights.net.load_state_dict(head.to(run.engine.device).state_dict())
+    report = make_report(run, votes, prediction, curve, fitted)
+    if adapted is not None:
+        report |= {"lora": adapted.report, "summary": f"{report['summary']}. {adapted.summary}"}
     if run.engine.comm.rank == 0:
-        write_model(run, fitted, make_report(run, votes, prediction, curve, fitted))
+        write_model(run, head, adapted.tensors if adapted else {}, report)
     yield CheckpointSaved(run.steps, run.save(run.steps))
-    yield TrainingFinished(run.steps, summarize(votes, prediction, curve))
+    yield TrainingFinished(run.steps, report["summary"])
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A head with the adapters trained beside it, and how both compare to the frozen tower."""
+
+    head: PreferenceHead
+    tensors: dict[str, Tensor]  # of the adapters
+    report: dict[str, Any]
+    summary: str
+
+
+def adapt_tower(
+    run: PreferenceRun, votes: Comparisons, fold: Fold, fitted: FittedPreference, stop_requested: StopRequest
+) -> AdaptedModel | None:
+    """Train LoRA adapters twice: without the votes of one fold, which are then predicted, and on all votes.
+
+    Returns None if it was asked to stop.
+    """
+    settings, device, data = run.settings, run.engine.device, run.data
+    assert isinstance(data, ShuffledDataset)
+    targets = vote_targets(data)
+    adapters = add_adapters(run.tower, settings.lora_rank, run.seed)
+    initial = adapter_tensors(adapters)
+
+    def train_on(places: list[int], start: FittedPreference) -> PreferenceHead | None:
+        load_adapter_tensors(adapters, initial)
+        options = AdapterSettings(
+            settings.features, settings.lora_steps, settings.lora_lr, run.batch_size, start.prior.l2, run.seed
+        )
+        head = replace(start, temperature=1.0).to_head().to(device)
+        for _ in train_adapters(run.tower, adapters, head, data.collate, targets, places, options):
+            if stop_requested.is_set():
+                return None
+        return head
+
+    rest, held_out = fold.rest.tolist(), fold.held_out.tolist()
+    frozen = fit_preference(votes.select(fold.rest), fold.prior, fold.temperature, run.seed)
+    head = train_on(rest, frozen)
+    if head is None:
+        return None
+    logits = predict_votes(run.tower, head, data.collate, held_out, settings.features, run.batch_size)
+    temperature = choose_temperature(logits, targets[held_out])
+    score = frozen.score(votes.blocks)
+    before = (score[votes.first] - score[votes.second])[fold.held_out].sigmoid()
+    quality = {
+        "frozen": measure_quality(before, votes.target[fold.held_out]),
+        "lora": measure_quality((logits / temperature).sigmoid(), targets[held_out]),
+    }
+    head = train_on(list(range(len(votes))), fitted)
+    if head is None:
+        return None
+    with torch.no_grad():
+        head.weight.div_(temperature)
+    shares = {name: describe_share(each["accuracy"] * len(held_out), len(held_out)) for name, each in quality.items()}
+    summary = f"Of one fold's held-out votes, LoRA predicts {shares['lora']}, the frozen tower {shares['frozen']}"
+    report = {"rank": settings.lora_rank, "steps": settings.lora_steps, "temperature": temperature, **quality}
+    return AdaptedModel(head.cpu(), {k: x.cpu() for k, x in adapter_tensors(adapters).items()}, report, summary)
+
+
+def vote_targets(data: ShuffledDataset) -> Tensor:
+    """1 for each pair of the data, or 0.5 for a tie: [V]."""
+    return torch.tensor(getattr(data, "targets", ()) or (1.0,) * len(data), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -198,7 +282,6 @@ def compute_comparisons(run: PreferenceRun) -> Comparisons:
             f"data.type: a preference model trains on pairs in files, and {type(data).__name__} has none; set "
             "data.type to votes, pair_file or pair_folder [TM1311]"
         )
-    targets = getattr(data, "targets", ()) or (1.0,) * len(data)
     cache, keys, prompts = FeatureCache(run), list[tuple[str, str]](), list[str]()
     for start in range(0, len(data), run.batch_size):
         batch = data.collate(list(range(start, min(start + run.batch_size, len(data)))))
@@ -216,7 +299,7 @@ def compute_comparisons(run: PreferenceRun) -> Comparisons:
     first, second = (torch.tensor([names[pair[side]] for pair in keys]) for side in (0, 1))
     # Half of the votes are turned around, so that a target says something about the features and not about the order.
     turned = torch.rand(len(keys), generator=torch.Generator().manual_seed(run.seed)) < 0.5
-    target = torch.tensor(targets, dtype=torch.float64)
+    target = vote_targets(data)
     return Comparisons(
         cache.blocks(list(names)),
         torch.where(turned, second, first),
@@ -268,11 +351,14 @@ class FeatureCache:
             write_weights(self.path, self.blocks(list(self.rows)), config, torch.float32)
 
 
-def write_model(run: PreferenceRun, fitted: FittedPreference, report: Mapping[str, Any]) -> None:
+def write_model(
+    run: PreferenceRun, head: PreferenceHead, adapters: Mapping[str, Tensor], report: Mapping[str, Any]
+) -> None:
     """Write the weights that the reward `preference` loads, and the report."""
-    tower, head = tower_settings(run.settings.tower), fitted.to_head()
-    config = {"tower": tower, "features": run.settings.features}
-    write_weights(run.directory / PREFERENCE_FILE, head.state_dict(), config, torch.float32)
+    config: dict[str, Any] = {"tower": tower_settings(run.settings.tower), "features": run.settings.features}
+    if adapters:
+        config["lora_rank"] = run.settings.lora_rank
+    write_weights(run.directory / PREFERENCE_FILE, {**head.state_dict(), **adapters}, config, torch.float32)
     (run.directory / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

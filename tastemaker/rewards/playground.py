@@ -149,6 +149,9 @@ class PlaygroundTower(ImageTextTower):
         maps = (F.silu(fine).float(), F.silu(self.net.norm(coarse)).float())
         return TowerFeatures(self.net.encode_images(frames), text, maps)
 
+    def image_layers(self) -> tuple[nn.Module, tuple[str, ...]]:
+        return self.net, ("stem.enter", "stem.narrow", "stem.narrower", "stem.*.first", "stem.*.second")
+
 
 @dataclass(frozen=True)
 class PlaygroundJudgeReward(PretrainedReward):

@@ -16,6 +16,7 @@ from ..core.reward import BatchSize, ImageTextTower, Reward, RewardCard, RewardS
 from ..core.types import Metadata, Placement, Prompts
 from ..models.weight_files import read_weights
 from ..preferences.preference_model import LAYER_BLOCKS, FeatureLayer, PreferenceHead, encode_samples
+from ..preferences.tower_adapters import PREFIX, add_adapters, load_adapter_tensors
 from .clip import ClipReward
 from .hps import HpsReward
 from .pickscore import PickScoreReward
@@ -85,12 +86,28 @@ class PreferenceReward(RewardSpec):
                 "preference-playground` or a similar recipe [TM1303]"
             )
         head = PreferenceHead(len(tensors["weight"]))
-        head.load_state_dict(tensors)
+        head.load_state_dict({key: x for key, x in tensors.items() if not key.startswith(PREFIX)})
         tower = load_tower(build_tower(config["tower"]), placement)
+        if config.get("lora_rank"):
+            load_adapters(tower, int(config["lora_rank"]), tensors, self.path)
         return PreferenceScorer(tower, head.to(placement.device), layer, self.output)
 
     def tiny(self) -> Self:
         return replace(self, path=TINY)
+
+
+def load_adapters(tower: ImageTextTower, rank: int, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Add the adapters that were trained with a preference model to its tower, frozen."""
+    adapters = add_adapters(tower, rank)
+    expected = {PREFIX + name: p.shape for name, p in adapters.trainable().items()}
+    wrong = [name for name, shape in expected.items() if name not in tensors or tensors[name].shape != shape]
+    if wrong:
+        raise ConfigError(
+            f"`path` of preference: the LoRA adapters in {path!s:.200} do not fit its tower ({wrong[0]}); use the "
+            "tower that they were trained with, or train the preference model again [TM1520]"
+        )
+    load_adapter_tensors(adapters, tensors)
+    adapters.net.requires_grad_(False)
 
 
 def find_preference_file(path: Path) -> Path:

@@ -30,7 +30,8 @@ from tastemaker.preferences.alignment import (
     claim_directory,
     same_sampler,
 )
-from tastemaker.preferences.votes import Vote, VoteLog, new_vote_id, now, read_votes
+from tastemaker.preferences.sessions import load_session
+from tastemaker.preferences.votes import Vote, VotedSample, VoteLog, new_vote_id, now, read_votes
 from tastemaker.search.generation import resolve_source
 
 QUIET = Console(quiet=True)
@@ -81,6 +82,50 @@ def test_directory_belongs_to_one_alignment(votes: Path, tmp_path: Path) -> None
     claim_directory(AlignmentOptions(votes, "playground-flow16", tmp_path))  # again: it resumes
     with pytest.raises(ConfigError, match="TM1321"):
         claim_directory(AlignmentOptions(votes, "playground-flow16", tmp_path, "dpo"))
+
+
+def write_likes(votes: Path, path: Path) -> Path:
+    """Like the first painted sample of every prompt, and dislike the others."""
+    samples: dict[str, dict[str, VotedSample]] = {}
+    for vote in read_votes(votes):
+        for sample in vote.samples:
+            file = str((votes.parent / sample.file).resolve())
+            samples.setdefault(vote.prompt, {})[file] = VotedSample(file)
+    log = VoteLog(path)
+    for prompt, shown in samples.items():
+        for k, sample in enumerate(shown.values()):
+            log.append(Vote(new_vote_id(), now(), "anna", "like", prompt, (sample,), k == 0))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "nft", "dpo"])
+def test_two_steps_of_every_method_end_in_a_blind_evaluation(votes: Path, tmp_path: Path, method: str) -> None:
+    sizes = ["steps=2", "batch.prompts=2", "guard.prompts=4", "sample.every=0", "optim.lr=0.02"]
+    groups = [] if method == "dpo" else ["objective.group_size=2"]
+    # DPO trains on likes, paired within a prompt; the others on a reward that was learned from votes on pairs.
+    used = write_likes(votes, tmp_path / "likes.jsonl") if method == "dpo" else votes
+    aligned = tm.align(
+        used,
+        "reward-gradient-playground",
+        [*sizes, *groups],
+        method=method,  # type: ignore[arg-type]
+        out=tmp_path / "aligned",
+        preference_overrides=["steps=1", "preference.folds=2"],
+        num_prompts=4,
+        seeds=(0,),
+        tiny=True,
+        console=QUIET,
+    )
+    assert aligned.completed and aligned.session is not None and (aligned.preference is None) == (method == "dpo")
+    logged = [json.loads(line) for line in (aligned.run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in logged if "grad_norm" in line]
+    assert [line["step"] for line in steps] == [1, 2] and all(line["grad_norm"] > 0 for line in steps)
+    session = load_session(aligned.directory / "evaluation")
+    assert [source.name for source in session.sources] == ["before", "after"] and session.blind and session.is_ready
+    assert len(session.prompts) == 4 and not {vote.prompt for vote in read_votes(used)} & set(session.prompts)
+    before, after = (torch.stack([read_image(session.find_sample(i, k, 0)) for k in range(4)]) for i in (0, 1))
+    assert (before - after).abs().max() > 1e-2  # the weights after training, not those before
 
 
 @pytest.mark.slow

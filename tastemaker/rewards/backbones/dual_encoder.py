@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.registry import ConfigError
 from ...core.reward import CachedImageReward, ImageTextTower, TowerFeatures
@@ -109,6 +109,10 @@ class DualEncoderScorer(CachedImageReward, ImageTextTower):
         output = self.net.get_image_features(**inputs)
         image, text = normalize_features(output.pooler_output), self.text_features(prompts)
         return TowerFeatures(image, text.to(image), (token_map(output.last_hidden_state),))
+
+    def image_layers(self) -> tuple[nn.Module, tuple[str, ...]]:
+        names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+        return self.net, tuple(f"vision_model.encoder.*.{name}" for name in names)
 
     def _encode_texts(self, texts: list[str]) -> Tensor:
         return normalize_features(self.net.get_text_features(**self.tokenize(texts, self.net.device)).pooler_output)
