@@ -26,8 +26,6 @@ from ..core.types import (
 from ..data.toy import ToyImages, ToyLikes, ToyPairs
 from ..objectives.crd import CRD
 from ..objectives.dgpo import DGPO
-from ..objectives.elbo_grpo import ElboGRPO
-from ..objectives.grpo import GRPO
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.scored_frames import is_single_frame
 from ..objectives.srpo import SRPO
@@ -237,17 +235,8 @@ def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def check_critical_tokens(config: RunConfig, world_size: int) -> str | None:
-    objective = config.objective
-    return objective.find_token_problem(config.process, config.model.shape) if isinstance(objective, GRPO) else None
-
-
-def check_trust_region(config: RunConfig, world_size: int) -> str | None:
-    return config.objective.find_trust_problem(config.process) if isinstance(config.objective, GRPO) else None
-
-
-def check_likelihood_ratio(config: RunConfig, world_size: int) -> str | None:
-    return config.objective.find_process_problem(config.process) if isinstance(config.objective, ElboGRPO) else None
+def check_objective(config: RunConfig, world_size: int) -> str | None:
+    return config.objective.find_problem(config.process, config.model.shape)
 
 
 def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
@@ -375,9 +364,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
-    check_critical_tokens,
-    check_trust_region,
-    check_likelihood_ratio,
+    check_objective,
     check_sample_size,
     check_sample_steps,
     check_sample_weights,
@@ -390,9 +377,7 @@ TRAINING_RULES = (
     check_truncated_sampling,
     check_dropout,
     check_prompts_per_rank,
-    check_critical_tokens,
-    check_trust_region,
-    check_likelihood_ratio,
+    check_objective,
     check_group_rewards,
     check_pool,
 )

@@ -192,6 +192,10 @@ class Objective(ABC, Generic[P, B, E, Q]):
         """A copy for tiny random models, which cannot load the weights of trained ones."""
         return self
 
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        """Why these settings do not work with a process and the shape of one sample; None if they do."""
+        return None
+
     def without_kl(self) -> Self | None:
         """A copy of the objective without its KL penalty, or None if it has none."""
         return None

@@ -132,8 +132,7 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
         valid = all(0 <= getattr(self, name) <= 1 for name in rates.split())
         require_settings(self, rates, valid, "rates from 0 to 1")
 
-    def find_process_problem(self, process: Process) -> str | None:
-        """Why these settings do not work with a process; None if they do."""
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
         if isinstance(process, GaussianProcess):
             return None
         if self.ratio == "per_level":

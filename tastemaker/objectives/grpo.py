@@ -104,6 +104,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",) if self.kl_coef or self.confidence_clip else ()
 
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        return self.find_token_problem(process, shape) or self.find_trust_problem(process)
+
     def find_token_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
         """Why GCPO's settings do not work with samples of this process and shape; None if they do."""
         if not (self.critical_tokens or self.confidence_clip):

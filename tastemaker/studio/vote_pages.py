@@ -155,6 +155,18 @@ def routes(studio: Studio) -> list[Route]:
         }
         return studio.render(request, "vote.html", context)
 
+    return [
+        Route("/votes", show_list),
+        Route("/votes", create, methods=["POST"]),
+        Route("/votes/{name}", show_ballot),
+        *result_routes(studio, sessions),
+        *ballot_routes(sessions),
+    ]
+
+
+def result_routes(studio: Studio, sessions: VotingSessions) -> list[Route]:
+    """Return the addresses of a session's result: show it, end the session, score its samples with rewards."""
+
     def show_result(request: Request) -> Response:
         name = request.path_params["name"]
         session = sessions.find(name)
@@ -183,13 +195,9 @@ def routes(studio: Studio) -> list[Route]:
         return RedirectResponse(f"/votes/{request.path_params['name']}/result?scoring=1", 303)
 
     return [
-        Route("/votes", show_list),
-        Route("/votes", create, methods=["POST"]),
-        Route("/votes/{name}", show_ballot),
         Route("/votes/{name}/result", show_result),
         Route("/votes/{name}/end", end, methods=["POST"]),
         Route("/votes/{name}/rewards", score, methods=["POST"]),
-        *ballot_routes(sessions),
     ]
 
 

@@ -62,7 +62,7 @@ def test_next_pairs_are_ordered_by_expected_information(tmp_path: Path) -> None:
     features = fitted.features(blocks)
     differences = torch.stack([features[a] - features[b] for a, b in order])
     information = expected_information(*fitted.posterior.predict(differences))
-    assert information[0] == information.max() and information[0] > 1.2 * information.mean()
+    assert information[0] == information.max() > information.mean()
     ballot = next_ballots(session, "large", 1, choose_strategy(session))[0]
     assert ballot.key == tuple(sorted(order[0]))
     restore_balanced_order(session)
