@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from pydantic import Field, PositiveFloat
-from torch import Tensor, nn
+from torch import Tensor
 
 from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
@@ -101,10 +101,6 @@ class PairwiseReward(Reward):
             f"{type(self).__name__} compares two samples and has no scores of single ones; use it as the `reward` of "
             "win_rate [TM1587]"
         )
-
-    @abstractmethod
-    def image_layers(self) -> tuple[nn.Module, tuple[str, ...]]:
-        """The network, and the names of its layers that encode images; LoRA adapters can be added to these."""
 
 
 def is_shipped(component: object) -> bool:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .types import Metadata, Prompts
 
@@ -26,6 +26,10 @@ class ImageTextTower(ABC):
     @abstractmethod
     def encode(self, pixels: Tensor, prompts: Prompts) -> TowerFeatures:
         """Features of the first frame of each sample, with a gradient with respect to the pixels."""
+
+    @abstractmethod
+    def image_layers(self) -> tuple[nn.Module, tuple[str, ...]]:
+        """The network, and the names of its layers that encode images; LoRA adapters can be added to these."""
 
 
 @dataclass(frozen=True)
