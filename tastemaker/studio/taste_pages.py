@@ -47,6 +47,7 @@ METHODS = {
     "grpo": "GRPO: any model and reward",
     "nft": "DiffusionNFT: flow and diffusion models, without a stochastic sampler",
     "dpo": "DPO: on the votes themselves, without a learned reward",
+    "kto": "KTO: on likes and dislikes themselves, without a learned reward",
 }
 # Files and folders of an alignment, as `tastemaker align` writes them.
 STATE_FILE, PREFERENCE, MODEL, EVALUATION = "alignment.json", "preference", "model", "evaluation"
@@ -335,6 +336,7 @@ def routes(studio: Studio) -> list[Route]:
         runs, recipes, suggested = list_models(studio, context["session"])
         context |= {"runs": runs, "recipes": recipes, "suggested": suggested, "methods": METHODS, "error": error}
         context |= {"devices": list_devices(), "preference_recipes": list_preference_recipes()}
+        context["default_method"] = "kto" if context["session"].kind == "like" else "reward_gradient"
         context["out"] = suggest_name(studio, f"{name.replace('~', '-')}-aligned")
         return studio.render(request, "taste.html", context, 400 if error else 200)
 

@@ -6,15 +6,18 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from starlette.testclient import TestClient
 from voting_pictures import make_session
 
+from tastemaker.preferences.alignment import Method
 from tastemaker.preferences.session_taste import record_preference_model
 from tastemaker.preferences.sessions import Session, load_session, next_ballots, record_vote, write_active_order
 from tastemaker.studio.app import Studio, StudioOptions, create_app
 from tastemaker.studio.job_queue import JobQueue
+from tastemaker.studio.taste_pages import METHODS
 
 ADDRESS = "http://127.0.0.1"
 OWN_CODE = "objective: {type: my.module:Mine}\nsteps: 5\n"
@@ -78,6 +81,16 @@ def test_buttons_queue_the_commands_of_the_terminal(client: TestClient, session:
     assert job.arguments == (*words, "--num-prompts=4", "steps=3", "optim.lr=1e-4")
     page = client.get("/alignments/mine").text  # before its process has written anything
     assert "waits for cpu" in page and f"/jobs/{job.id}" in page
+
+
+def test_every_method_of_align_can_be_chosen_and_likes_suggest_kto(tmp_path: Path) -> None:
+    assert list(METHODS) == list(get_args(Method))
+    made = make_session(tmp_path, kind="like")
+    (tmp_path / "runs/.studio/votes").mkdir(parents=True)
+    made.directory.rename(tmp_path / "runs/.studio/votes/likes")
+    with TestClient(create_app(StudioOptions(tmp_path / "runs")), base_url=ADDRESS) as client:
+        page = client.get("/votes/likes/taste").text
+    assert '<option value="kto" selected>' in page
 
 
 def test_wrong_forms_and_other_origins_start_nothing(client: TestClient, session: Session, tmp_path: Path) -> None:
