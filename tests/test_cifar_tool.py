@@ -32,7 +32,7 @@ VQ_SETTINGS = " ".join(
 GENERATOR = "model.width=32 model.depth=1 model.heads=2 batch.prompts=2 sample.every=0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_stages_of_cifar_sh_run_tiny(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

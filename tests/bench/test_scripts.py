@@ -34,10 +34,10 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param("flux", "plain", "s per prompt", marks=SLOW, id="flux-plain"),
         pytest.param("flux", "parts,full,lora,grpo-sd35,grpo-flux", "s per prompt", marks=LONG, id="flux"),
         pytest.param(
-            "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=SLOW, id="llamagen"
+            "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
         pytest.param("video", "modelscope,plain-modelscope", "s per video", marks=SLOW, id="modelscope"),
-        pytest.param("video", "videocrafter,plain-videocrafter,wan", "s per video", marks=SLOW, id="videocrafter-wan"),
+        pytest.param("video", "videocrafter,plain-videocrafter,wan", "s per video", marks=LONG, id="videocrafter-wan"),
     ],
 )
 def test_every_section_writes_results(script: str, sections: str, column: str, tmp_path: Path) -> None:

@@ -30,10 +30,16 @@ CHECKED_TOYS = {name for name in RECIPES if "toy" in name} | {
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
 CHECKED_PUBLISHED = {
-    "dpo-showo", "draft-sd15", "flowgrpo-sd35", "grpo-llamagen", "mixgrpo-flux", "reward-gradient-dit-folder",
-    "vader-opensora-hps",
+    "dpo-showo", "flowgrpo-sd35", "grpo-llamagen", "reward-gradient-dit-folder", "vader-opensora-hps",
 }  # fmt: skip
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
+# Half a minute to minutes each, on networks or objectives that a recipe of the other sets has too.
+LONG = {
+    "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
+}  # fmt: skip
+LONG_AUTOENCODERS = {"llamagen-vq8"}
+# Its teacher is the student with guidance. The last layer of a new tiny network is zero, so that both predict the same.
+WITHOUT_CHANGE = {"distill-playground-flow"}
 TRAINED_FAST = {name for name in RECIPES if "toy" in name} - CHECKED_FAST - {"cca-toy-causal", "srpo-toy-flow"}
 
 
@@ -65,14 +71,15 @@ def test_doctor_passes_every_recipe(recipe, monkeypatch):
     assert [result for result in results if result.verdict == "fail"] == []
 
 
-@pytest.mark.parametrize("recipe", tiers(TRAINED_FAST, set(RECIPES) - CHECKED))
+@pytest.mark.parametrize("recipe", tiers(TRAINED_FAST, set(RECIPES) - CHECKED - LONG))
 def test_every_recipe_trains(recipe, tmp_path, monkeypatch):
     settings = ["steps=2", "sample.every=2", "sample.count=2", "guard.every=0"]
     run = build(load_small(recipe, monkeypatch, *settings), tmp_path / "run", tiny=True)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
     updates = [event for event in train(run) if isinstance(event, StepCompleted)]
     assert [event.step for event in updates] == [1, 2]
-    assert any(not before[key].equal(p) for key, p in run.policy.weights.trainable().items())
+    changed = any(not before[key].equal(p) for key, p in run.policy.weights.trainable().items())
+    assert changed or recipe in WITHOUT_CHANGE
 
 
 AUTOENCODERS = [
@@ -82,9 +89,13 @@ AUTOENCODERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name == "playground-vae" else pytest.mark.slow) for name in AUTOENCODERS]
-)
+def autoencoder_mark(name: str) -> object:
+    if name in LONG_AUTOENCODERS:
+        return pytest.mark.long
+    return () if name == "playground-vae" else pytest.mark.slow
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=autoencoder_mark(name)) for name in AUTOENCODERS])
 def test_every_autoencoder_recipe_trains(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "LATENT_STATISTICS_IMAGES", 8)  # for the latent statistics
     config = make_tiny_any(load_any_config(recipe, ["steps=2", "sample.every=1", "batch_size=4"]))

@@ -222,6 +222,7 @@ def test_twelve_votes_by_keyboard_with_undo_and_a_lost_connection(tmp_path: Path
                 assert samples() == wrong
                 count(6)
             if k == 8:  # the connection is lost: the vote waits on the page
+                count(9)
                 page.context.set_offline(True)
                 left, right = samples()
                 page.keyboard.press("1" if red[left] > red[right] else "2")
