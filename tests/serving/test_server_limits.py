@@ -179,11 +179,13 @@ def test_idle_connections_end_and_their_number_is_bounded() -> None:
 
 def test_unscored_request_is_answered_at_its_deadline_and_skipped() -> None:
     reward = BlockingReward()
-    with serve_on_free_port(reward.spec, answer_timeout=0.5) as url, ThreadPoolExecutor(2) as clients:
+    service = create_service(reward.spec, answer_timeout=0.5)
+    with run_service(service) as url, ThreadPoolExecutor(2) as clients:
         answers = [clients.submit(send, url, named_request("first"))]
         assert reward.begun.wait(20)
         answers.append(clients.submit(send, url, named_request("late")))
         assert [future.result()[0] for future in answers] == [504, 504]
+        wait_until(lambda: service.batch_queue.num_pending() == 0)  # shortly after the answer
         reward.go.set()
         assert send(url, named_request("last"))[0] == 200
     assert reward.prompts == ["first", "last"]
