@@ -84,8 +84,8 @@ def main() -> None:
     parser.add_argument("--recipe", default="grpo-playground-flow")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, default=12, help="rollout batches of a step")
-    parser.add_argument("--batch-size", type=int, default=24, help="samples of a rollout batch")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of a rollout batch")
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     args = parser.parse_args()
     overrides = [f"engine.device={args.device}", f"batch.rollout_batch_size={args.batch_size}"]
