@@ -143,7 +143,10 @@ class RemoteScorer(Reward):
                 f"a request with {len(pixels)} samples has {len(body)} bytes, but the limit of the server is "
                 f"{self.limit}; lower batch_size [TM405]"
             )
-        scores = self.client.request(self.path, content_type, body).get("scores")
+        response = self.client.request(self.path, content_type, body)
+        if (version := f"{response.get('version', self.version):.200}") != self.version:  # of a server that restarted
+            raise refuse_other_version(self.client.url, version, self.version)
+        scores = response.get("scores")
         if not isinstance(scores, list) or len(scores) != len(pixels) or not all(map(_is_finite, scores)):
             expected = f"{len(pixels)} finite numbers"
             raise RewardServiceError(

@@ -281,7 +281,8 @@ def create_app(service: RewardService) -> Starlette:
         try:
             scores = await service.score(request, name)
             status = 200
-            return JSONResponse({"scores": scores})
+            version = service.rewards[name].description.get("version")
+            return JSONResponse({"scores": scores, **({"version": version} if version else {})})
         except RewardError as error:
             service.on_error(str(error))
             status = 422
