@@ -99,7 +99,7 @@ def main() -> None:
         judge = sampling / samples
         rollouts, weights = {}, {}
         for overlap in ("never", "auto"):
-            run = build_run(config, judge, overlap, Path(name))  # type: ignore[arg-type]
+            run = build_run(config, judge, overlap, Path(name))
             rollouts[overlap] = measure(run, args.steps)
             weights[overlap] = train_weights(run, args.steps)
     result = {

@@ -30,6 +30,7 @@ from tastemaker.rewards.compression import JpegReward
 from tastemaker.rewards.remote import RemoteReward
 from tastemaker.serving.app import RewardService, ServedReward
 from tastemaker.serving.batch_queue import BatchQueue
+from tastemaker.serving.client import RewardClient
 from tastemaker.serving.protocol import ScoreRequest
 from tastemaker.serving.server import describe_reward, parse_served_rewards
 
@@ -64,7 +65,7 @@ def test_one_server_has_several_rewards() -> None:
             with pytest.raises(ConfigError, match=code):
                 RemoteReward(url, served_reward=served).load(Placement())
         with pytest.raises(RewardError, match=r"404.*TM2052"):
-            RemoteReward(url, served_reward="color").load(Placement()).client.request("/rewards/hps/score", "a", b"b")
+            RewardClient(url).request("/rewards/hps/score", "a", b"b")
         metrics = read_metrics(url)
     for name in expected:
         assert metrics[f'tastemaker_reward_requests_total{{reward="{name}",status="200"}}'] == 3
