@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from weakref import WeakValueDictionary
@@ -21,11 +20,13 @@ from torch import Tensor
 from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
 from .errors import RewardError as RewardError
-from .interruption import POLL_SECONDS, Interrupted, abandonable_call, current_stop
+from .interruption import abandonable_call
 from .registry import ConfigError
-from .reward_calls import score_checked
 from .reward_inputs import check_pixels as check_pixels
 from .reward_inputs import frames_as_samples as frames_as_samples
+from .scores import PendingScores as PendingScores
+from .scores import Scores as Scores
+from .scores import score_checked
 from .types import Metadata, Placement, Prompts
 from .verifier import ImageTextTower as ImageTextTower
 from .verifier import TowerFeatures as TowerFeatures
@@ -228,15 +229,6 @@ def load_shared_reward(spec: RewardSpec, placement: Placement) -> Reward:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of a batch by a rubric."""
-
-    total: Tensor  # [B] weighted sum
-    rewards: dict[str, Tensor]  # [B] of each reward, unweighted
-    pool: dict[str, Tensor] = field(default_factory=dict)  # [B] metrics of the pool that samples were selected from
-
-
-@dataclass(frozen=True)
 class RewardNormalization:
     """(score - mean) / std."""
 
@@ -272,42 +264,22 @@ class WeightedReward:
         inner = self.reward.pointwise()
         return inner and replace(self, spec=inner[0], reward=inner[1], normalize=None, clip=None)
 
+    def call(
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata], group_size: int
+    ) -> list[Tensor]:
+        """What the scorer returns for each list of prompts."""
+        # A reward of the user's may write into its pixels, also through numpy, where torch would not notice.
+        private = pixels.clone() if self.reward.needs_copy else pixels
+        entries = [dict(entry) for entry in metadata] if self.reward.needs_copy else metadata
+        if self.spec.needs_group:
+            return [self.reward.score_groups(private, prompts, entries, group_size) for prompts in prompt_sets]
+        return self.reward.score_prompts(private, prompt_sets, entries)
+
     def normalized(self, score: Tensor) -> Tensor:
         """The score after normalization and clipping, before its weight."""
         if self.normalize is not None:
             score = (score - self.normalize.mean) / self.normalize.std
         return score if self.clip is None else score.clamp(*self.clip)
-
-
-@dataclass(frozen=True)
-class PendingScores:
-    """Scores of a batch, of which rewards in threads may still compute some."""
-
-    rubric: Rubric
-    device: torch.device  # of the pixels
-    num_samples: int
-    num_prompt_sets: int
-    done: Mapping[str, list[Tensor]]  # by reward, for each list of prompts: [B]
-    futures: Mapping[str, Future[list[Tensor]]]
-
-    def wait(self) -> list[Scores]:
-        """The scores for each list of prompts. A failure of a reward in a thread is raised here."""
-        names = self.rubric.rewards
-        rewards = {name: _wait_for(self.futures[name]) if name in self.futures else self.done[name] for name in names}
-        sets = range(self.num_prompt_sets)
-        return [self._sum({name: scores[i] for name, scores in rewards.items()}) for i in sets]
-
-    def cancel(self) -> None:
-        """Give up what no thread has begun."""
-        for future in self.futures.values():
-            future.cancel()
-
-    def _sum(self, rewards: Mapping[str, Tensor]) -> Scores:
-        rewards = {name: reward.to(self.device) for name, reward in rewards.items()}
-        total = torch.zeros(self.num_samples, device=self.device)
-        for name, reward in self.rubric.normalized(rewards).items():
-            total = total + self.rubric.rewards[name].weight * reward
-        return Scores(total, rewards)
 
 
 class Rubric:
@@ -411,7 +383,8 @@ class Rubric:
                 if name not in futures:
                     with abandonable_call():
                         done[name] = self._score_one(name, pixels, prompt_sets, metadata, group_size)
-        return PendingScores(self, pixels.device, len(pixels), len(prompt_sets), done, futures)
+        combine = partial(self._sum, len(pixels), pixels.device)  # which does not keep the pixels in memory
+        return PendingScores(tuple(self.rewards), len(prompt_sets), done, futures, combine)
 
     def _check_groups(self, prompts: Prompts, group_size: int) -> None:
         """Refuse batches that are not whole groups of one prompt each, if some reward compares those."""
@@ -429,6 +402,13 @@ class Rubric:
                 f"reward '{names[0]}' compares the samples of a prompt, but sample {mixed[0]} has another prompt than "
                 "the first of its group; place the samples of a prompt beside each other [TM1581]"
             )
+
+    def _sum(self, num_samples: int, device: torch.device, rewards: Mapping[str, Tensor]) -> Scores:
+        rewards = {name: reward.to(device) for name, reward in rewards.items()}
+        total = torch.zeros(num_samples, device=device)
+        for name, reward in self.normalized(rewards).items():
+            total = total + self.rewards[name].weight * reward
+        return Scores(total, rewards)
 
     def normalized(self, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Normalized scores of all rewards with a weight, before the weight."""
@@ -489,18 +469,6 @@ class Rubric:
             for i in range(0, len(pixels), size):
                 chunk = slice(i, i + size)
                 prompts = [prompts[chunk] for prompts in prompt_sets]
-                chunks.append(score_checked(name, reward, pixels[chunk], prompts, metadata[chunk], group_size))
+                call = partial(reward.call, pixels[chunk], prompts, metadata[chunk], group_size)
+                chunks.append(score_checked(name, call, pixels[chunk], prompts, needs_gradient=reward.needs_gradient))
         return [torch.cat(scores).view(batch, -1).mean(1) for scores in zip(*chunks, strict=True)]
-
-
-def _wait_for(scores: Future[list[Tensor]]) -> list[Tensor]:
-    """The scores of a reward in a thread. A thread that hangs after a stop request is left behind."""
-    stop, start = current_stop(), time.monotonic()
-    while True:
-        try:
-            return scores.result(POLL_SECONDS if stop.is_set() else 1.0)
-        except FutureTimeoutError:
-            if scores.done():
-                return scores.result()
-            if stop.is_expired(start):
-                raise Interrupted from None

@@ -277,19 +277,12 @@ def create_app(service: RewardService) -> Starlette:
         return JSONResponse(service.describe())
 
     async def answer_score(request: Request) -> Response:
-        start, name, status = time.monotonic(), service.find_reward(request.path_params.get("name")), 500
+        start, name = time.monotonic(), service.find_reward(request.path_params.get("name"))
+        status = 500
         try:
-            scores = await service.score(request, name)
-            status = 200
-            version = service.rewards[name].description.get("version")
-            return JSONResponse({"scores": scores, **({"version": version} if version else {})})
-        except RewardError as error:
-            service.on_error(str(error))
-            status = 422
-            return JSONResponse({"error": str(error)}, status)
-        except ClientDisconnect:
-            status = 499
-            return Response(status_code=status)  # nobody reads it
+            response = await answer_request(service, request, name)
+            status = response.status_code
+            return response
         except HTTPException as error:
             status = error.status_code
             raise
@@ -323,6 +316,19 @@ def create_app(service: RewardService) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+async def answer_request(service: RewardService, request: Request, name: str) -> Response:
+    """Score a request for a reward. Refusals are `HTTPException`s."""
+    try:
+        scores = await service.score(request, name)
+    except RewardError as error:
+        service.on_error(str(error))
+        return JSONResponse({"error": str(error)}, 422)
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
+    version = service.rewards[name].description.get("version")
+    return JSONResponse({"scores": scores, **({"version": version} if version else {})})
 
 
 class DrainMiddleware:
