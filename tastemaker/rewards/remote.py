@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 from urllib.parse import quote, urlsplit
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from ..core.registry import ConfigError
@@ -21,7 +22,7 @@ from ..serving.protocol import ScoreRequest, encode_request
 from ..serving.replicas import ReplicaClient, describe_rewards, refuse_other_version
 from .color import BrightnessReward
 
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+URL = re.compile(r"https?://[^/\s]+")
 TINY = "http://tiny"  # computed in this process
 MAX_SCORE = torch.finfo(torch.float32).max
 
@@ -30,7 +31,7 @@ MAX_SCORE = torch.finfo(torch.float32).max
 class RemoteReward(RewardSpec):
     """The reward that `tastemaker serve-reward` serves at a URL: the same scores, computed elsewhere."""
 
-    url: Url | tuple[Url, ...] = "http://127.0.0.1:8800"  # several: servers of the same reward, least loaded first
+    url: str | tuple[str, ...] = "http://127.0.0.1:8800"  # several: servers of the same reward, least loaded first
     token_env: str = ""  # name of the environment variable that holds the access token
     modality: Modality = "image"  # of the served reward
     served_reward: str = ""  # its name, such as hps; needed if the server has several rewards
@@ -46,7 +47,7 @@ class RemoteReward(RewardSpec):
 
     def __post_init__(self) -> None:
         for url in self.urls or ("",):
-            if not urlsplit(url).hostname or urlsplit(url).port == 0:
+            if not URL.match(url) or not urlsplit(url).hostname or urlsplit(url).port == 0:
                 raise ValueError(
                     f"'url': expected an address such as http://127.0.0.1:8800, got {url!r:.60}; correct 'url' [TM402]"
                 )
