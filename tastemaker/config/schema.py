@@ -63,8 +63,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
     compile: bool = False  # torch.compile, block by block for large networks: slow start, then faster
     cuda_graphs: bool = False  # capture and replay calls without gradient; faster for small networks
-    # Score a rollout batch while the next one is sampled; auto: by rewards that do not run on the sampler's device.
-    overlap_rewards: Literal["auto", "always", "never"] = "auto"
+    overlap_rewards: Literal["auto", "always", "never"] = "auto"  # score while sampling; auto: if on other devices
 
 
 @dataclass(frozen=True)
