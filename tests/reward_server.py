@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tastemaker.core.reward import Reward, RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from tastemaker.core.types import Metadata, Placement, Prompts
-from tastemaker.serving.app import RewardService
+from tastemaker.serving.app import RewardService, ServedReward
 from tastemaker.serving.batch_queue import BatchQueue
 from tastemaker.serving.http_server import RewardServer, bind
 from tastemaker.serving.limits import ServiceLimits
@@ -57,7 +57,7 @@ def create_service(spec: Any, token: str = "", **limits: Any) -> RewardService:
     queue = BatchQueue(Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}), CPU)
     is_function = isinstance(spec, FunctionReward)
     description = {"modality": spec.modality} if is_function else describe_reward("it", spec)
-    return RewardService(queue, description, token, ServiceLimits(**limits))
+    return RewardService({"it": ServedReward(queue, description)}, token, ServiceLimits(**limits))
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def run_service(service: RewardService, port: int = 0) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
-        service.batch_queue.close()
+        service.close()
 
 
 @contextmanager

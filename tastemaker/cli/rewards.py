@@ -49,7 +49,7 @@ def score(
 
 @app.command("serve-reward", rich_help_panel=MODELS, epilog="Example: tastemaker serve-reward aesthetic --port 8800")
 def serve_reward(
-    reward: Annotated[str, typer.Argument(help=REWARD_HELP)],
+    reward: Annotated[list[str], typer.Argument(help=f"{REWARD_HELP} Several are served by name.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8800,
     host: Annotated[str, typer.Option(help="Host; other machines need --token-env.")] = "127.0.0.1",
     token_env: Annotated[str, typer.Option(help="Environment variable with the access token.")] = "",
@@ -58,13 +58,16 @@ def serve_reward(
     max_total_mb: Annotated[int, typer.Option(min=1, help="Maximum size of all requests in progress in MB.")] = 1024,
     receive_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which a request must arrive.")] = 60.0,
     answer_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a waiting request fails.")] = 600.0,
+    batch_wait_ms: Annotated[
+        float, typer.Option(min=0, max=10_000, help="Milliseconds that a batch waits for requests of other clients.")
+    ] = 0.0,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="Further name of this machine in requests. Repeatable; '*': any.")
     ] = None,
     device: RewardDeviceOption = "auto",
     precision: RewardPrecisionOption = "fp32",
 ) -> None:
-    """Serve a reward over HTTP; use it in a recipe with `type: remote`."""
+    """Serve one or several rewards over HTTP; use them in a recipe with `type: remote`."""
     from ..serving import server
     from ..serving.limits import ServiceLimits
     from ..training.precision import choose_placement
@@ -76,5 +79,5 @@ def serve_reward(
         receive_timeout=receive_timeout,
         answer_timeout=answer_timeout,
     )
-    options = server.ServerOptions(host, port, token_env, tuple(allowed_host or ()), limits)
+    options = server.ServerOptions(host, port, token_env, tuple(allowed_host or ()), limits, batch_wait_ms / 1000)
     server.run_reward_server(reward, options, choose_placement(device, precision), stderr_console())

@@ -199,20 +199,34 @@ def adopt_class_names(config: C) -> C:
     return replace(config, model=model)
 
 
-def build_rubric(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
-    """Load the rewards; rewards with the same model share it."""
-    return Rubric(
-        {
-            name: WeightedReward(
-                each.spec,
-                load_shared_reward(each.spec, placement),
-                each.weight,
-                each.normalize,
-                each.clip,
-                each.held_out,
-            )
-            for name, each in rewards.items()
-        }
+def build_rubric(
+    rewards: Mapping[str, RewardConfig], placement: Placement, *, overlap_on_device: bool = False
+) -> Rubric:
+    """Load the rewards; rewards with the same model share it.
+
+    A reward with a `device` is loaded there and scores in a thread. With `overlap_on_device` all of them do.
+    """
+    weighted = {}
+    for name, each in rewards.items():
+        device = _reward_device(name, each.device) or (placement.device if overlap_on_device else None)
+        reward = load_shared_reward(each.spec, replace(placement, device=device) if device else placement)
+        weighted[name] = WeightedReward(
+            each.spec, reward, each.weight, each.normalize, each.clip, each.held_out, device=device
+        )
+    return Rubric(weighted)
+
+
+def _reward_device(name: str, text: str | None) -> torch.device | None:
+    """The device that a reward names, if this machine has it."""
+    if text is None:
+        return None
+    device = torch.device(text)
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[device.type]
+    if (device.index or 0) < count:
+        return device
+    raise ConfigError(
+        f"rewards.{name}.device: '{text}' is not on this machine, which has {count} devices of type {device.type}; "
+        f"name another device, or remove rewards.{name}.device [TM2050]"
     )
 
 
@@ -238,7 +252,11 @@ def build(
     run = Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
-        rubric=build_rubric(share_clip_tokenizer(config).rewards, engine.placement()),
+        rubric=build_rubric(
+            share_clip_tokenizer(config).rewards,
+            engine.placement(),
+            overlap_on_device=config.engine.overlap_rewards == "always",
+        ),
         data=(config.data if load_data else InlinePrompts(("",))).load(config.seed),
         engine=engine,
         directory=directory or config.directory,

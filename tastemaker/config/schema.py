@@ -63,6 +63,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
     compile: bool = False  # torch.compile, block by block for large networks: slow start, then faster
     cuda_graphs: bool = False  # capture and replay calls without gradient; faster for small networks
+    overlap_rewards: Literal["auto", "always", "never"] = "auto"  # score while sampling; auto: if on other devices
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class LoggerConfig:
             )
 
 
+RewardDevice = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:[0-9]{1,2})?)$")]
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """A reward and its weight in the sum. A reward of weight 0 is only logged."""
@@ -131,6 +135,7 @@ class RewardConfig:
     normalize: RewardNormalization | None = None  # of the score, before the weight; logged scores are raw
     clip: tuple[float, float] | None = None  # bounds of the normalized score; the gradient is zero outside
     held_out: bool = False  # scored by the guard and on displayed samples, not at training steps; needs weight 0
+    device: RewardDevice | None = None  # cpu, cuda:1 …: another one than the sampler's, beside which it then scores
 
     def __post_init__(self) -> None:
         if self.held_out and self.weight:

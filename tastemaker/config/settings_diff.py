@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-IGNORED_KEYS = ("output_dir", "name", "data.max_skipped", "engine.device")  # may differ in a resumed run
+# May differ in a resumed run.
+IGNORED_KEYS = ("output_dir", "name", "data.max_skipped", "engine.device", "engine.overlap_rewards")
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
 

@@ -39,7 +39,7 @@ class StopRequest:
         self._event = threading.Event()
         self.time = math.inf  # of the request, on the monotonic clock
         self.may_abandon = True  # False where other ranks would wait for this one
-        self.ranks_can_agree = False  # whether several ranks may give up a call together, see `score_rollout`
+        self.ranks_can_agree = False  # whether several ranks may give up a call together, see `finish_scoring`
         self.call_start = math.inf  # of the call that the main thread makes and that may be given up
 
     def request(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,14 @@ from .group_selection import PoolSelection, rank_correlation
 from .interruption import Interrupted, current_stop
 from .policy import P, Policy, Process
 from .randomness import Randomness
-from .reward import Rubric, Scores
+from .reward import PendingScores, Rubric, Scores
 from .types import Condition, Loss, PromptBatch, Trajectory, concatenate, select_rows
 
 B = TypeVar("B")  # a batch of data
 E = TypeVar("E")  # experience, a tree of tensors
 Q = TypeVar("Q")  # names a part of the experience whose loss is computed by itself
+
+MAX_PENDING_BATCHES = 2  # rollout batches that wait for their scores while the next one is sampled; bounds host memory
 
 
 class Comm(Protocol):
@@ -110,6 +113,7 @@ class Context(Generic[P]):
     rollout_batch_size: int | None = None  # samples generated at a time; all at once if not given
     first_row: int | None = None  # number of the first row, if the others follow in order
     measure_time: Callable[[str], AbstractContextManager[None]] = _no_timer  # adds the time of a block to a phase
+    overlap_rewards: bool = True  # score a rollout batch in threads while the next one is sampled
 
     def host_rng(self) -> Randomness:
         """The random stream of this batch with row numbers on the host, without a GPU synchronization."""
@@ -284,37 +288,56 @@ def _sample_and_score(
 ) -> Iterator[tuple[Trajectory, Scores]]:
     """Yield samples and their scores, one rollout batch after the other; `prompt` is the row of `cond` of each sample.
 
-    If a reward compares the samples of a prompt, they wait for the rollout batch that completes their group.
+    Rewards in threads score a batch while the next ones are sampled. If a reward compares the samples of a prompt, they
+    wait for the rollout batch that completes their group.
     """
     unit = group_size if ctx.rubric.needs_groups else 1
+    max_pending = MAX_PENDING_BATCHES if ctx.overlap_rewards and ctx.rubric.uses_threads else 0
     waiting: list[tuple[Trajectory, Tensor]] = []
-    for rows in ctx.chunks(len(prompt), unit):
-        sampled = ctx.policy.sample(select_rows(cond, prompt[rows]), select_rows(rng, rows))
-        waiting.append((sampled, ctx.policy.decode(sampled.final)))
-        if len(rows) and (int(rows[-1]) + 1) % unit:
-            continue
-        trajectory, pixels = concatenate(waiting)
-        waiting = []
-        with ctx.measure_time("reward"):
-            scores = score_rollout(ctx, pixels, trajectory.cond, group_size)
-        yield trajectory, scores
-
-
-def score_rollout(ctx: Context[Process], pixels: Tensor, cond: Condition, group_size: int) -> Scores:
-    """Score samples. If the run is asked to stop and a reward of one rank hangs, all ranks give up together."""
-    stop = current_stop()
-    if not (stop.ranks_can_agree and ctx.rubric.uses_threads):
-        return ctx.rubric.score(pixels, cond.prompts, cond.metadata, group_size)
-    scores, stop.may_abandon = None, True
+    pending: deque[tuple[Trajectory, PendingScores]] = deque()
     try:
-        scores = ctx.rubric.score(pixels, cond.prompts, cond.metadata, group_size)
-    except Interrupted:
-        pass  # the other ranks have to know first
+        for rows in ctx.chunks(len(prompt), unit):
+            sampled = ctx.policy.sample(select_rows(cond, prompt[rows]), select_rows(rng, rows))
+            waiting.append((sampled, ctx.policy.decode(sampled.final)))
+            if len(rows) and (int(rows[-1]) + 1) % unit:
+                continue
+            trajectory, pixels = concatenate(waiting)
+            waiting = []
+            pending.append((trajectory, start_scoring(ctx, pixels, trajectory.cond, group_size)))
+            del pixels
+            while len(pending) > max_pending:
+                yield pending[0][0], finish_scoring(ctx, pending[0][1])
+                pending.popleft()
+        while pending:
+            yield pending[0][0], finish_scoring(ctx, pending[0][1])
+            pending.popleft()
     finally:
-        stop.may_abandon = False
-    if ctx.comm.any(scores is None) or scores is None:
-        raise Interrupted(on_all_ranks=True)
-    return scores
+        for _, scores in pending:
+            scores.cancel()
+
+
+def start_scoring(ctx: Context[Process], pixels: Tensor, cond: Condition, group_size: int) -> PendingScores:
+    """Score samples by the rewards on their device, and start the rewards that run in threads."""
+    with ctx.measure_time("reward"):
+        return ctx.rubric.start(pixels, [cond.prompts], cond.metadata, group_size)
+
+
+def finish_scoring(ctx: Context[Process], pending: PendingScores) -> Scores:
+    """Wait for the scores. If the run is asked to stop and a reward of one rank hangs, all ranks give up together."""
+    stop = current_stop()
+    with ctx.measure_time("reward"), ctx.measure_time("reward_wait") if pending.futures else nullcontext():
+        if not (stop.ranks_can_agree and ctx.rubric.uses_threads):
+            return pending.wait()[0]
+        scores, stop.may_abandon = None, True
+        try:
+            scores = pending.wait()[0]
+        except Interrupted:
+            pass  # the other ranks have to know first
+        finally:
+            stop.may_abandon = False
+        if ctx.comm.any(scores is None) or scores is None:
+            raise Interrupted(on_all_ranks=True)
+        return scores
 
 
 def drop_prompts(prompts: Sequence[str], dropped: Tensor) -> list[str]:

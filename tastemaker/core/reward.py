@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from weakref import WeakValueDictionary
@@ -21,11 +20,13 @@ from torch import Tensor
 from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
 from .errors import RewardError as RewardError
-from .interruption import POLL_SECONDS, Interrupted, abandonable_call, current_stop
+from .interruption import abandonable_call
 from .registry import ConfigError
 from .reward_inputs import check_pixels as check_pixels
 from .reward_inputs import frames_as_samples as frames_as_samples
-from .reward_inputs import quote_prompts
+from .scores import PendingScores as PendingScores
+from .scores import Scores as Scores
+from .scores import score_checked
 from .types import Metadata, Placement, Prompts
 from .verifier import ImageTextTower as ImageTextTower
 from .verifier import TowerFeatures as TowerFeatures
@@ -143,6 +144,11 @@ class RewardSpec(ABC):
         """Samples per call of the scorer."""
 
     @property
+    def samples_per_call(self) -> int:
+        """Samples that the scorer gets at once: those of several batches if it scores batches concurrently."""
+        return self.batch_size
+
+    @property
     def differentiable(self) -> bool:
         """Whether scores have a gradient with respect to the pixels."""
         return False
@@ -223,15 +229,6 @@ def load_shared_reward(spec: RewardSpec, placement: Placement) -> Reward:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of a batch by a rubric."""
-
-    total: Tensor  # [B] weighted sum
-    rewards: dict[str, Tensor]  # [B] of each reward, unweighted
-    pool: dict[str, Tensor] = field(default_factory=dict)  # [B] metrics of the pool that samples were selected from
-
-
-@dataclass(frozen=True)
 class RewardNormalization:
     """(score - mean) / std."""
 
@@ -249,10 +246,16 @@ class WeightedReward:
     normalize: RewardNormalization | None = None
     clip: tuple[float, float] | None = None  # after normalization; outside, the gradient is zero
     held_out: bool = False  # scored by the guard and on displayed samples, not at training steps
+    device: torch.device | None = None  # of the reward if it has one of its own; None: that of the pixels
 
     @property
     def needs_gradient(self) -> bool:
         return self.spec.differentiable and self.weight != 0
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether it runs in a thread, beside the device of the sampler: on the host, remote or on its own device."""
+        return self.spec.runs_on != "device" or self.device is not None
 
     def pointwise(self) -> WeightedReward | None:
         """The reward of single samples; of one that needs groups, what it compares, or None."""
@@ -260,6 +263,17 @@ class WeightedReward:
             return self
         inner = self.reward.pointwise()
         return inner and replace(self, spec=inner[0], reward=inner[1], normalize=None, clip=None)
+
+    def call(
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata], group_size: int
+    ) -> list[Tensor]:
+        """What the scorer returns for each list of prompts."""
+        # A reward of the user's may write into its pixels, also through numpy, where torch would not notice.
+        private = pixels.clone() if self.reward.needs_copy else pixels
+        entries = [dict(entry) for entry in metadata] if self.reward.needs_copy else metadata
+        if self.spec.needs_group:
+            return [self.reward.score_groups(private, prompts, entries, group_size) for prompts in prompt_sets]
+        return self.reward.score_prompts(private, prompt_sets, entries)
 
     def normalized(self, score: Tensor) -> Tensor:
         """The score after normalization and clipping, before its weight."""
@@ -269,7 +283,11 @@ class WeightedReward:
 
 
 class Rubric:
-    """A weighted sum of rewards. Each is called with its batch size; those on the host run in threads."""
+    """A weighted sum of rewards. Each is called with its batch size.
+
+    Rewards on the host, on other machines and on devices of their own run in threads, one for each of them: batches of
+    a reward are scored one after the other, in the order in which they were started.
+    """
 
     def __init__(self, rewards: Mapping[str, WeightedReward]) -> None:
         self.rewards = dict(rewards)
@@ -283,13 +301,11 @@ class Rubric:
                 raise ValueError(
                     f"reward '{name}' has batch_size {reward.spec.batch_size}; set batch_size to at least 1 [TM111]"
                 )
-        # Worker threads get pixels without a graph, so rewards that need gradients run in the caller's thread.
-        self._in_threads = [
-            name
+        self._threads = {
+            name: ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}")
             for name, reward in self.rewards.items()
-            if reward.spec.runs_on != "device" and not reward.needs_gradient
-        ]
-        self._pool = ThreadPoolExecutor(max(1, len(self._in_threads)), thread_name_prefix="reward")
+            if reward.runs_elsewhere
+        }
         self._for_training: Rubric | None = None
         self._pointwise: Rubric | None = None
 
@@ -312,8 +328,8 @@ class Rubric:
 
     @property
     def uses_threads(self) -> bool:
-        """Whether some rewards run in threads: those on the host or on another machine."""
-        return bool(self._in_threads)
+        """Whether some rewards run in threads: those on the host, on another machine or on a device of their own."""
+        return bool(self._threads)
 
     def for_training(self) -> Rubric:
         """The rubric without held-out rewards, which training steps need not compute."""
@@ -338,6 +354,19 @@ class Rubric:
         group_size: int = 1,
     ) -> list[Scores]:
         """Scores of the same pixels for several lists of prompts; image features are computed once if possible."""
+        return self.start(pixels, prompt_sets, metadata, group_size).wait()
+
+    def start(
+        self,
+        pixels: Tensor,
+        prompt_sets: Sequence[Prompts],
+        metadata: Sequence[Metadata] = (),
+        group_size: int = 1,
+    ) -> PendingScores:
+        """Compute the rewards on the device of the pixels now, and let the other ones continue in their threads.
+
+        The caller may sample in the meantime. Results do not depend on that.
+        """
         metadata = metadata or [{}] * len(prompt_sets[0])
         for prompts in prompt_sets:
             if not len(pixels) == len(prompts) == len(metadata):
@@ -354,10 +383,8 @@ class Rubric:
                 if name not in futures:
                     with abandonable_call():
                         done[name] = self._score_one(name, pixels, prompt_sets, metadata, group_size)
-        rewards = {name: _wait_for(futures[name]) if name in futures else done[name] for name in self.rewards}
-        return [
-            self._sum(pixels, {name: scores[i] for name, scores in rewards.items()}) for i in range(len(prompt_sets))
-        ]
+        combine = partial(self._sum, len(pixels), pixels.device)  # which does not keep the pixels in memory
+        return PendingScores(tuple(self.rewards), len(prompt_sets), done, futures, combine)
 
     def _check_groups(self, prompts: Prompts, group_size: int) -> None:
         """Refuse batches that are not whole groups of one prompt each, if some reward compares those."""
@@ -376,9 +403,9 @@ class Rubric:
                 "the first of its group; place the samples of a prompt beside each other [TM1581]"
             )
 
-    def _sum(self, pixels: Tensor, rewards: Mapping[str, Tensor]) -> Scores:
-        rewards = {name: reward.to(pixels.device) for name, reward in rewards.items()}
-        total = torch.zeros(len(pixels), device=pixels.device)
+    def _sum(self, num_samples: int, device: torch.device, rewards: Mapping[str, Tensor]) -> Scores:
+        rewards = {name: reward.to(device) for name, reward in rewards.items()}
+        total = torch.zeros(num_samples, device=device)
         for name, reward in self.normalized(rewards).items():
             total = total + self.rewards[name].weight * reward
         return Scores(total, rewards)
@@ -392,13 +419,29 @@ class Rubric:
     def _submit(
         self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata], group_size: int
     ) -> dict[str, Future[list[Tensor]]]:
-        if not self._in_threads:
+        # Threads get pixels without a graph, so rewards whose gradient is needed now run in the caller's thread.
+        with_graph = torch.is_grad_enabled() and pixels.requires_grad
+        names = [name for name in self._threads if not (with_graph and self.rewards[name].needs_gradient)]
+        if not names:
             return {}
         pixels = pixels.detach().cpu()  # copied once, and before a thread on another stream could read them too early
         return {
-            name: self._pool.submit(self._score_one, name, pixels, prompt_sets, metadata, group_size)
-            for name in self._in_threads
+            name: self._threads[name].submit(self._score_in_thread, name, pixels, prompt_sets, metadata, group_size)
+            for name in names
         }
+
+    def _score_in_thread(
+        self,
+        name: str,
+        pixels: Tensor,
+        prompt_sets: Sequence[Prompts],
+        metadata: Sequence[Metadata],
+        group_size: int,
+    ) -> list[Tensor]:
+        """Scores on the host, which the thread has waited for if a GPU computes them."""
+        device = self.rewards[name].device
+        with torch.no_grad(), torch.cuda.device(device) if device and device.type == "cuda" else nullcontext():
+            return [scores.cpu() for scores in self._score_one(name, pixels, prompt_sets, metadata, group_size)]
 
     def _score_one(
         self,
@@ -414,84 +457,18 @@ class Rubric:
         """
         reward, batch = self.rewards[name], len(pixels)
         group_size = group_size if reward.spec.needs_group else 1
+        pixels = pixels if reward.device is None else pixels.to(reward.device)
         if not batch:
             return [pixels.new_zeros(0) for _ in prompt_sets]
         if reward.spec.modality == "image" and pixels.shape[1] > 1 and not reward.spec.needs_group:
             frames = pixels.shape[1]
             prompt_sets = [[prompt for prompt in prompts for _ in range(frames)] for prompts in prompt_sets]
             pixels, metadata = frames_as_samples(pixels, metadata)
-        size, chunks = max(1, reward.spec.batch_size // group_size) * group_size, []
+        size, chunks = max(1, reward.spec.samples_per_call // group_size) * group_size, []
         with nullcontext() if reward.needs_gradient else torch.no_grad():
             for i in range(0, len(pixels), size):
                 chunk = slice(i, i + size)
                 prompts = [prompts[chunk] for prompts in prompt_sets]
-                chunks.append(_score_chunk(name, reward, pixels[chunk], prompts, metadata[chunk], group_size))
+                call = partial(reward.call, pixels[chunk], prompts, metadata[chunk], group_size)
+                chunks.append(score_checked(name, call, pixels[chunk], prompts, needs_gradient=reward.needs_gradient))
         return [torch.cat(scores).view(batch, -1).mean(1) for scores in zip(*chunks, strict=True)]
-
-
-def _wait_for(scores: Future[list[Tensor]]) -> list[Tensor]:
-    """The scores of a reward in a thread. A thread that hangs after a stop request is left behind."""
-    stop, start = current_stop(), time.monotonic()
-    while True:
-        try:
-            return scores.result(POLL_SECONDS if stop.is_set() else 1.0)
-        except FutureTimeoutError:
-            if scores.done():
-                return scores.result()
-            if stop.is_expired(start):
-                raise Interrupted from None
-
-
-def _score_chunk(
-    name: str,
-    reward: WeightedReward,
-    pixels: Tensor,
-    prompt_sets: Sequence[Prompts],
-    metadata: Sequence[Metadata],
-    group_size: int,
-) -> list[Tensor]:
-    """Scores of one call of a reward, checked; failures become a RewardError."""
-    # A reward of the user's may write into its pixels, also through numpy, where torch would not notice.
-    private = pixels.clone() if reward.reward.needs_copy else pixels
-    entries = [dict(entry) for entry in metadata] if reward.reward.needs_copy else metadata
-    try:
-        if reward.spec.needs_group:
-            values = [reward.reward.score_groups(private, prompts, entries, group_size) for prompts in prompt_sets]
-        else:
-            values = reward.reward.score_prompts(private, prompt_sets, entries)
-    except torch.OutOfMemoryError:
-        raise
-    except (Exception, SystemExit) as error:  # a reward that calls sys.exit would end the run as if it were done
-        kind, prompts = type(error).__name__, quote_prompts(prompt_sets[0])
-        raise RewardError(
-            f"reward '{name}' failed on {prompts} ({kind}: {error}); fix the cause, or remove rewards.{name} [TM115]"
-        ) from error
-    return [_check_scores(name, reward, pixels, *pair) for pair in zip(prompt_sets, values, strict=True)]
-
-
-def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
-    """Refuse scores of the wrong shape, values that are no real, finite numbers, and missing gradients."""
-    if not isinstance(value, Tensor) or value.shape != (len(pixels),):
-        result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise RewardError(
-            f"reward '{name}' returned {result} for {len(pixels)} samples {quote_prompts(prompts)}; return a tensor "
-            "with one score per sample [TM116]"
-        )
-    if value.is_meta or value.is_complex() or value.layout != torch.strided:
-        kind = "a meta tensor, which has no values" if value.is_meta else f"complex numbers ({value.dtype})"
-        kind = f"a {value.layout} tensor" if value.layout != torch.strided else kind
-        raise RewardError(
-            f"reward '{name}' returned {kind} for {list(prompts[:3])}; return a dense tensor of real numbers [TM1163]"
-        )
-    finite = torch.isfinite(value.detach())
-    if not bool(finite.all()):
-        bad = quote_prompts([prompts[i] for i in (~finite).nonzero().flatten().tolist()])
-        raise RewardError(
-            f"reward '{name}' returned NaN or infinity for {bad}; fix the reward, or remove rewards.{name} [TM117]"
-        )
-    if reward.needs_gradient and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
-        raise RewardError(
-            f"reward '{name}' is declared differentiable, but its scores of {quote_prompts(prompts)} have no gradient; "
-            "compute the scores without detach or no_grad, or declare differentiable = False [TM118]"
-        )
-    return value.float()

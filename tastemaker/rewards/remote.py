@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
-from urllib.parse import urlsplit
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import quote, urlsplit
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from ..core.registry import ConfigError
@@ -17,8 +19,10 @@ from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 from ..serving.client import RewardClient, RewardServiceError
 from ..serving.protocol import ScoreRequest, encode_request
+from ..serving.replicas import ReplicaClient, describe_rewards, refuse_other_version
 from .color import BrightnessReward
 
+URL = re.compile(r"https?://[^/\s]+")
 TINY = "http://tiny"  # computed in this process
 MAX_SCORE = torch.finfo(torch.float32).max
 
@@ -27,27 +31,37 @@ MAX_SCORE = torch.finfo(torch.float32).max
 class RemoteReward(RewardSpec):
     """The reward that `tastemaker serve-reward` serves at a URL: the same scores, computed elsewhere."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] = "http://127.0.0.1:8800"
+    url: str | tuple[str, ...] = "http://127.0.0.1:8800"  # several: servers of the same reward, least loaded first
     token_env: str = ""  # name of the environment variable that holds the access token
     modality: Modality = "image"  # of the served reward
-    served_reward: str = ""  # its name, such as hps; a server of another reward is refused
+    served_reward: str = ""  # its name, such as hps; needed if the server has several rewards
     encoding: Literal["npz", "png"] = "npz"  # exact pixels, or a quarter of the bytes and rounded to 256 levels
     timeout: PositiveFloat = 600.0  # seconds for a whole answer
     max_retries: NonNegativeInt = 8  # after connection errors, cut-off answers and status 408, 429, 500, 502, 503, 504
     retry_delay: NonNegativeFloat = 0.5  # seconds before the first retry, doubled each time up to 30, with jitter
     retry_budget: NonNegativeFloat = 300.0  # seconds from the first failure of a request to its last retry
-    batch_size: BatchSize = 16
+    batch_size: BatchSize = 16  # samples per request
+    concurrency: PositiveInt = 1  # requests at a time to each server
     card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="those of the served reward")
     runs_on: ClassVar[Literal["remote"]] = "remote"
 
     def __post_init__(self) -> None:
-        if not urlsplit(self.url).hostname or urlsplit(self.url).port == 0:
-            raise ValueError(
-                f"'url': expected an address such as http://127.0.0.1:8800, got {self.url!r:.60}; correct 'url' [TM402]"
-            )
+        for url in self.urls or ("",):
+            if not URL.match(url) or not urlsplit(url).hostname or urlsplit(url).port == 0:
+                raise ValueError(
+                    f"'url': expected an address such as http://127.0.0.1:8800, got {url!r:.60}; correct 'url' [TM402]"
+                )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url
+
+    @property
+    def samples_per_call(self) -> int:
+        return self.batch_size * self.concurrency * len(self.urls)
 
     def load(self, placement: Placement) -> Reward:
-        if self.url == TINY:
+        if TINY in self.urls:
             return BrightnessReward()
         token = os.environ.get(self.token_env, "")
         if self.token_env and not token:
@@ -55,21 +69,47 @@ class RemoteReward(RewardSpec):
                 f"'token_env': the environment variable {self.token_env} is empty; set it to the token of the "
                 "server [TM403]"
             )
-        client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay, self.retry_budget)
+        settings = (token, self.timeout, self.max_retries, self.retry_delay, self.retry_budget)
+        client = ReplicaClient([RewardClient(url, *settings) for url in self.urls])
         info = client.request("/version")
-        if info.get("modality") != self.modality:
+        name, description = self._choose_reward(client.url, info)
+        version = f"{description.get('version', ''):.200}"
+
+        def check(url: str, info: Mapping[str, Any]) -> None:
+            found = f"{self._choose_reward(url, info)[1].get('version', ''):.200}"
+            if found != version:
+                raise refuse_other_version(url, found, version)
+
+        client.check = check
+        if len(self.urls) > 1:
+            client.check_all()
+        else:
+            client.replicas[0].checked = True
+        limit, path = info.get("limit"), f"/rewards/{quote(name, safe='')}/score" if "rewards" in info else "/score"
+        return RemoteScorer(self, client, path, version, limit if type(limit) is int else 2**63)
+
+    def _choose_reward(self, url: str, info: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Name and description of the reward at a server, if it is the one that is meant."""
+        rewards = describe_rewards(info)
+        if not self.served_reward and len(rewards) != 1:
             raise ConfigError(
-                f"'modality': the reward at {self.url} has modality {info.get('modality')}, but 'modality' is "
-                f"{self.modality}; set modality: {info.get('modality')} [TM404]"
+                f"'served_reward': the server at {url} has the rewards {', '.join(rewards)!s:.300}; set served_reward "
+                "to one of them [TM2054]"
             )
-        if self.served_reward and info.get("name") != self.served_reward:
+        if self.served_reward and self.served_reward not in rewards:
             raise ConfigError(
-                f"the reward at {self.url} is '{info.get('name')!s:.60}', but 'served_reward' is "
+                f"the reward at {url} is '{', '.join(rewards)!s:.300}', but 'served_reward' is "
                 f"'{self.served_reward:.60}'; start a server of that reward, or name its URL"
                 " [TM892]"
             )
-        limit = info.get("limit")
-        return RemoteScorer(self, client, f"{info.get('version', ''):.200}", limit if type(limit) is int else 2**63)
+        name = self.served_reward or next(iter(rewards))
+        modality = rewards[name].get("modality")
+        if modality != self.modality:
+            raise ConfigError(
+                f"'modality': the reward at {url} has modality {modality}, but 'modality' is "
+                f"{self.modality}; set modality: {modality} [TM404]"
+            )
+        return name, rewards[name]
 
     def tiny(self) -> Self:
         return replace(self, url=TINY)
@@ -78,11 +118,25 @@ class RemoteReward(RewardSpec):
 @dataclass(frozen=True)
 class RemoteScorer(Reward):
     spec: RemoteReward
-    client: RewardClient
+    client: ReplicaClient
+    path: str = "/score"
     version: str = ""
     limit: int = 2**63  # bytes of a request
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """Scores [B], from requests of `batch_size` samples of which several may be under way."""
+        size = self.spec.batch_size
+        parts = [slice(i, i + size) for i in range(0, len(pixels), size)]
+        if len(parts) <= 1:
+            return self._request_scores(pixels, prompts, metadata)
+        threads = ThreadPoolExecutor(min(len(parts), self.spec.samples_per_call // size), "reward-requests")
+        try:
+            futures = [threads.submit(self._request_scores, pixels[k], prompts[k], metadata[k]) for k in parts]
+            return torch.cat([future.result() for future in futures])
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # a failure is not held up by the other requests
+
+    def _request_scores(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         request = ScoreRequest(pixels, tuple(prompts), tuple(metadata))
         content_type, body = encode_request(request, self.spec.encoding)
         if len(body) > self.limit:
@@ -90,11 +144,14 @@ class RemoteScorer(Reward):
                 f"a request with {len(pixels)} samples has {len(body)} bytes, but the limit of the server is "
                 f"{self.limit}; lower batch_size [TM405]"
             )
-        scores = self.client.request("/score", content_type, body).get("scores")
+        response = self.client.request(self.path, content_type, body)
+        if (version := f"{response.get('version', self.version):.200}") != self.version:  # of a server that restarted
+            raise refuse_other_version(self.client.url, version, self.version)
+        scores = response.get("scores")
         if not isinstance(scores, list) or len(scores) != len(pixels) or not all(map(_is_finite, scores)):
             expected = f"{len(pixels)} finite numbers"
             raise RewardServiceError(
-                f"{self.spec.url} returned {scores!s:.80}; expected {expected}, so check the reward on the server "
+                f"{self.client.url} returned {scores!s:.80}; expected {expected}, so check the reward on the server "
                 "[TM406]"
             )
         return torch.tensor(scores, dtype=torch.float32, device=pixels.device)

@@ -1,4 +1,4 @@
-"""The HTTP interface of a reward as a Starlette application: access, limits, deadlines and answers."""
+"""The HTTP interface of one or several rewards as a Starlette application: access, limits, deadlines and answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +24,7 @@ from .access import AccessRules
 from .batch_queue import BatchQueue, ScoreList
 from .limits import BudgetExceededError, MemoryBudget, MemoryReservation, ServiceLimits
 from .protocol import OversizedRequestError, ProtocolError, ScoreRequest, decode_request
+from .server_metrics import CONTENT_TYPE, RequestMetrics, render_by_reward, render_metric
 
 RETRY_AFTER = 1  # seconds
 DRAIN_TIMEOUT = 2.0  # seconds for the rest of a request that is answered before it is complete
@@ -35,12 +36,19 @@ class NotSmallError(Exception):
     """A request that needs a thread of its own to be decoded."""
 
 
-@dataclass(eq=False)
-class RewardService:
-    """A reward behind HTTP, with its token, limits and what is in progress."""
+@dataclass(frozen=True, eq=False)
+class ServedReward:
+    """A reward of a server: the queue that scores its requests, and what `/version` says about it."""
 
     batch_queue: BatchQueue
-    description: Mapping[str, Any]  # the response of /version
+    description: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class RewardService:
+    """Rewards behind HTTP, with their token, common limits and what is in progress."""
+
+    rewards: Mapping[str, ServedReward]  # by the name in the URL
     token: str = ""  # no token is required if empty
     limits: ServiceLimits = ServiceLimits()
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header besides those of this machine; "*" allows any
@@ -51,9 +59,66 @@ class RewardService:
     def __post_init__(self) -> None:
         self.budget = MemoryBudget(self.limits.max_total_bytes)
         self.decoders = ThreadPoolExecutor(NUM_DECODERS, "reward-decoders")
+        self.metrics = RequestMetrics()
 
-    async def score(self, request: Request) -> ScoreList:
-        """Receive, decode and score one request. Refusals are `HTTPException`s."""
+    def find_reward(self, name: str | None) -> str:
+        """The name of a reward that is served; a request that names none means the only one."""
+        names = ", ".join(self.rewards)
+        if name is None and len(self.rewards) > 1:
+            raise HTTPException(
+                400,
+                f"this server has several rewards ({names:.300}); set 'served_reward' to one of them, or send POST to "
+                "/rewards/NAME/score [TM2051]",
+            )
+        if name is not None and name not in self.rewards:
+            raise HTTPException(404, f"this server has no reward '{name:.60}', only {names:.300} [TM2052]")
+        return name or next(iter(self.rewards))
+
+    def num_pending(self) -> int:
+        """Requests of all rewards that wait for their turn."""
+        return sum(each.batch_queue.num_pending() for each in self.rewards.values())
+
+    def is_alive(self) -> bool:
+        """Whether every reward still scores requests."""
+        return all(each.batch_queue.is_alive() for each in self.rewards.values())
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Score the pending requests, then stop. Returns whether all threads stopped, each in `timeout` seconds."""
+        stopped = [each.batch_queue.close(timeout) for each in self.rewards.values()]
+        return all(stopped)
+
+    def describe(self) -> dict[str, Any]:
+        """The response of /version: every reward by name, and of a single one also its own fields."""
+        rewards = {name: dict(each.description) for name, each in self.rewards.items()}
+        only = next(iter(rewards.values())) if len(rewards) == 1 else {}
+        return {**only, "rewards": rewards, "limit": self.limits.max_bytes}
+
+    def render_metrics(self) -> str:
+        """The response of /metrics."""
+        queues = {name: each.batch_queue for name, each in self.rewards.items()}
+        parts = [
+            self.metrics.render(),
+            render_by_reward(
+                "samples_total", "counter", "Samples scored.", {k: q.num_samples for k, q in queues.items()}
+            ),
+            render_by_reward(
+                "batches_total", "counter", "Batches scored.", {k: q.num_batches for k, q in queues.items()}
+            ),
+            render_by_reward(
+                "scoring_seconds_total",
+                "counter",
+                "Seconds of scoring.",
+                {k: q.busy_seconds for k, q in queues.items()},
+            ),
+            render_by_reward(
+                "pending_requests", "gauge", "Requests that wait.", {k: q.num_pending() for k, q in queues.items()}
+            ),
+            render_metric("request_bytes", "gauge", "Memory of requests in progress.", [("", (), self.budget.used)]),
+        ]
+        return "".join(parts)
+
+    async def score(self, request: Request, name: str) -> ScoreList:
+        """Receive, decode and score one request for a reward. Refusals are `HTTPException`s."""
         reservation = MemoryReservation(self.budget)
         future = None
         try:
@@ -64,7 +129,7 @@ class RewardService:
                 decoded = await self._decode(request.headers.get("content-type", ""), body, reservation)
                 reservation.shrink(len(body))
                 del body
-                future = self.batch_queue.submit(decoded, reservation.release)
+                future = self.rewards[name].batch_queue.submit(decoded, reservation.release)
                 del decoded
                 return await wait_for_scores(asyncio.wrap_future(future), request, deadline)
         except BudgetExceededError as error:
@@ -195,30 +260,42 @@ async def wait_for_scores(scores: asyncio.Future[ScoreList], request: Request, d
 
 
 def create_app(service: RewardService) -> Starlette:
-    """Create the application of a reward: `/health`, `/version` and `/score`."""
+    """Create the application of the rewards: `/health`, `/metrics`, `/version` and `/rewards/NAME/score`.
+
+    `/score` is the score of the only reward.
+    """
 
     async def answer_health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "waiting": service.batch_queue.num_pending()})
+        alive = service.is_alive()
+        content = {"status": "ok" if alive else "failed", "waiting": service.num_pending()}
+        return JSONResponse(content, 200 if alive else 503)
+
+    async def answer_metrics(request: Request) -> Response:
+        return PlainTextResponse(service.render_metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def answer_version(request: Request) -> Response:
-        return JSONResponse({**service.description, "limit": service.limits.max_bytes})
+        return JSONResponse(service.describe())
 
     async def answer_score(request: Request) -> Response:
+        start, name = time.monotonic(), service.find_reward(request.path_params.get("name"))
+        status = 500
         try:
-            return JSONResponse({"scores": await service.score(request)})
-        except RewardError as error:
-            service.on_error(str(error))
-            return JSONResponse({"error": str(error)}, 422)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            response = await answer_request(service, request, name)
+            status = response.status_code
+            return response
+        except HTTPException as error:
+            status = error.status_code
+            raise
+        finally:
+            service.metrics.add(name, status, time.monotonic() - start)
 
     async def answer_refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = error.detail
-        if error.status_code in (404, 405):
+        if message in ("Not Found", "Method Not Allowed"):  # of the router
             message = (
-                f"unknown request {request.method:.10} {request.url.path:.60}; send GET to /health or /version, or "
-                "POST to /score [TM1019]"
+                f"unknown request {request.method:.10} {request.url.path:.60}; send GET to /health, /metrics or "
+                "/version, or POST to /score or /rewards/NAME/score [TM1019]"
             )
         return JSONResponse({"error": message}, error.status_code, error.headers)
 
@@ -229,14 +306,29 @@ def create_app(service: RewardService) -> Starlette:
     app = Starlette(
         routes=[
             Route("/health", answer_health),
+            Route("/metrics", answer_metrics),
             Route("/version", answer_version),
             Route("/score", answer_score, methods=["POST"]),
+            Route("/rewards/{name}/score", answer_score, methods=["POST"]),
         ],
         middleware=[Middleware(DrainMiddleware), Middleware(AccessMiddleware, service=service)],
         exception_handlers={HTTPException: answer_refusal, Exception: answer_failure},
     )
     app.router.redirect_slashes = False
     return app
+
+
+async def answer_request(service: RewardService, request: Request, name: str) -> Response:
+    """Score a request for a reward. Refusals are `HTTPException`s."""
+    try:
+        scores = await service.score(request, name)
+    except RewardError as error:
+        service.on_error(str(error))
+        return JSONResponse({"error": str(error)}, 422)
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
+    version = service.rewards[name].description.get("version")
+    return JSONResponse({"scores": scores, **({"version": version} if version else {})})
 
 
 class DrainMiddleware:

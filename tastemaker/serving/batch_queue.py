@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,11 +27,15 @@ class PendingRequest:
 class BatchQueue:
     """Scores requests in order of arrival in one thread, and batches requests whose samples have the same size.
 
-    A request whose future is cancelled before its turn is skipped.
+    Requests that arrive while a batch is scored make the next one. With `max_wait` the thread also waits that many
+    seconds for requests of other clients, unless the batch is full. A request whose future is cancelled before its turn
+    is skipped.
     """
 
-    def __init__(self, rubric: Rubric, device: torch.device) -> None:
-        self.rubric, self.device = rubric, device
+    def __init__(self, rubric: Rubric, device: torch.device, max_wait: float = 0.0) -> None:
+        self.rubric, self.device, self.max_wait = rubric, device, max_wait
+        self.num_batches = self.num_samples = 0  # scored so far, including those that failed
+        self.busy_seconds = 0.0  # of scoring
         self.max_batch_size = max(reward.spec.batch_size for reward in rubric.rewards.values())
         self._pending: deque[PendingRequest] = deque()
         self._changed, self._closed = threading.Condition(), False
@@ -48,6 +53,10 @@ class BatchQueue:
 
     def num_pending(self) -> int:
         return len(self._pending)
+
+    def is_alive(self) -> bool:
+        """Whether the thread that scores is running."""
+        return self._worker.is_alive()
 
     def close(self, timeout: float | None = None) -> bool:
         """Score the pending requests, then stop the thread. Returns whether it stopped in `timeout` seconds."""
@@ -74,7 +83,11 @@ class BatchQueue:
                 else:
                     pending.release()
             if batch:
+                start = time.monotonic()
+                self.num_batches += 1
+                self.num_samples += sum(len(pending.request) for pending in batch)
                 self._score_batch(batch)
+                self.busy_seconds += time.monotonic() - start
 
     def _score_batch(self, batch: list[PendingRequest]) -> None:
         try:
@@ -90,6 +103,9 @@ class BatchQueue:
         """Take the oldest request and later ones of the same size. Returns an empty list when closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closed)
+            if self.max_wait:
+                self._changed.wait_for(lambda: self._closed or self._is_full(), self.max_wait)
+                self._changed.wait_for(lambda: self._pending or self._closed)  # all may have been cancelled
             batch: list[PendingRequest] = []
             num_samples = 0
             for pending in list(self._pending):
@@ -99,6 +115,9 @@ class BatchQueue:
                     num_samples += len(pending.request)
                     self._pending.remove(pending)
             return batch
+
+    def _is_full(self) -> bool:
+        return sum(len(pending.request) for pending in self._pending) >= self.max_batch_size
 
     @torch.no_grad()
     def _score(self, requests: list[ScoreRequest]) -> list[ScoreList]:

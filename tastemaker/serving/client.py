@@ -31,12 +31,17 @@ class RewardServiceError(RewardError):
     """A reward server that does not respond, or whose response cannot be used."""
 
 
+class AnswerTimeoutError(RewardServiceError):
+    """A server that accepted a request and did not answer it in time."""
+
+
 class TemporaryError(Exception):
     """A request that failed and may succeed later: no connection, a cut-off answer, or a server that is overloaded."""
 
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after: float = 0.0, status: int = 0) -> None:
         super().__init__(message)
         self.retry_after = retry_after  # seconds that the server asks to wait
+        self.status = status  # of the answer; 0 if there was no complete one
 
 
 @dataclass(frozen=True)
@@ -61,26 +66,23 @@ class RewardClient:
         stop, attempts, last_retry = current_stop(), 0, None
         while True:
             try:
-                return self._request_once(path, content_type, body, stop)
+                return self.request_once(path, content_type, body, stop)
             except TemporaryError as error:
                 attempts, now = attempts + 1, time.monotonic()
                 last_retry = now + self.retry_budget if last_retry is None else last_retry
                 if attempts > self.max_retries or now >= last_retry:
-                    raise RewardServiceError(
-                        f"no answer from the reward server at {self.url} after {attempts} attempts ({error}); start "
-                        "the server with `tastemaker serve-reward`, correct 'url', or raise 'max_retries' and "
-                        "'retry_budget' [TM727]"
-                    ) from error
-                stop.wait(min(self._choose_delay(attempts, error.retry_after), last_retry - now))
+                    raise no_answer(self.url, attempts, error) from error
+                stop.wait(min(self.choose_delay(attempts, error.retry_after), last_retry - now))
 
-    def _choose_delay(self, attempts: int, retry_after: float) -> float:
+    def choose_delay(self, attempts: int, retry_after: float) -> float:
         """Seconds before the next attempt, different for each client so that not all of them return at once."""
         delay = min(MAX_RETRY_DELAY, self.retry_delay * 2.0 ** min(attempts - 1, 30))
         if retry_after > delay:
             return retry_after + _jitter.uniform(0, delay)
         return _jitter.uniform(delay / 2, delay)
 
-    def _request_once(self, path: str, content_type: str, body: bytes, stop: StopRequest) -> dict[str, Any]:
+    def request_once(self, path: str, content_type: str, body: bytes, stop: StopRequest) -> dict[str, Any]:
+        """Return the JSON response of one attempt. Raises TemporaryError if another one may succeed."""
         headers = {"Content-Type": content_type} if content_type else {}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         connection, bounded = self._connect(stop)
@@ -90,7 +92,7 @@ class RewardClient:
         except ssl.SSLError as error:
             raise self._certificate_error(error) from error
         except TimeoutError as error:
-            raise RewardServiceError(
+            raise AnswerTimeoutError(
                 f"{self.url} did not answer completely within {self.timeout:g} seconds; raise 'timeout', or lower "
                 "'batch_size' [TM728]"
             ) from error
@@ -155,7 +157,7 @@ class RewardClient:
             return response
         text = response.get("error") if isinstance(response, dict) else body[:200].decode("utf-8", "replace")
         if status in RETRIED_STATUSES:
-            raise TemporaryError(f"status {status}: {text!s:.500}", retry_after)
+            raise TemporaryError(f"status {status}: {text!s:.500}", retry_after, status)
         if status == 200:
             raise RewardServiceError(
                 f"the response of {self.url} is not a JSON object ({text!s:.200}); check that 'url' is the address of "
@@ -225,6 +227,13 @@ class BoundedSocket:
                 return call()
             except TimeoutError:
                 continue
+
+
+def no_answer(url: str, attempts: int, error: TemporaryError) -> RewardServiceError:
+    return RewardServiceError(
+        f"no answer from the reward server at {url} after {attempts} attempts ({error}); start the server with "
+        "`tastemaker serve-reward`, correct 'url', or raise 'max_retries' and 'retry_budget' [TM727]"
+    )
 
 
 def too_large(url: str) -> RewardServiceError:

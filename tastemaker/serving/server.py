@@ -1,8 +1,9 @@
-"""`tastemaker serve-reward`: a server for one reward, with batching, a token, and limits on size and load."""
+"""`tastemaker serve-reward`: a server for rewards, with batching, a token, and limits on size and load."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -35,10 +36,11 @@ class ServerOptions:
     token_variable: str = ""  # name of the environment variable that holds the token
     allowed_hosts: tuple[str, ...] = ()  # further names of this machine in the Host header
     limits: ServiceLimits = ServiceLimits()
+    batch_wait: float = 0.0  # seconds that a batch waits for requests of other clients
 
 
-def run_reward_server(reward: str, options: ServerOptions, placement: Placement, console: Console) -> None:
-    """Load a reward and serve it until interrupted."""
+def run_reward_server(rewards: Sequence[str], options: ServerOptions, placement: Placement, console: Console) -> None:
+    """Load rewards and serve them until interrupted."""
     token = read_token(options)
     app, http_server = import_web_modules()
     limits = options.limits
@@ -48,17 +50,24 @@ def run_reward_server(reward: str, options: ServerOptions, placement: Placement,
             f"decoded, but all requests together may use {limits.max_total_bytes >> 20} MB; set --max-total-mb to at "
             f"least {3 * limits.max_bytes >> 20}, or lower --max-request-mb [TM1027]"
         )
-    name, spec = parse_pointwise_reward(reward, "serve-reward")
+    specs = parse_served_rewards(rewards)
 
     def log_error(text: str) -> None:
         console.print(f"refused: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    rubric = Rubric({name: WeightedReward(spec, load_shared_reward(spec, placement))})
-    batch_queue = BatchQueue(rubric, placement.device)
+    served = {
+        name: app.ServedReward(
+            BatchQueue(
+                Rubric({name: WeightedReward(spec, load_shared_reward(spec, placement))}),
+                placement.device,
+                options.batch_wait,
+            ),
+            describe_reward(name, spec),
+        )
+        for name, spec in specs.items()
+    }
     allowed_hosts = (options.host, *options.allowed_hosts)
-    service: RewardService = app.RewardService(
-        batch_queue, describe_reward(name, spec), token, limits, allowed_hosts, log_error
-    )
+    service: RewardService = app.RewardService(served, token, limits, allowed_hosts, log_error)
     host = f"[{options.host}]" if ":" in options.host else options.host
     try:
         listener = http_server.bind(options.host, options.port)
@@ -67,14 +76,29 @@ def run_reward_server(reward: str, options: ServerOptions, placement: Placement,
             f"--port: cannot serve at {host}:{options.port} ({error}); choose another --port or --host [TM748]"
         ) from error
     url = f"http://{host}:{listener.getsockname()[1]}"
-    text = f"serving {name} at {url} on {placement.device}; use it with {{type: remote, url: '{url}'}}"
+    name = f", served_reward: {next(iter(specs))}" if len(specs) > 1 else ""
+    settings = f"{{type: remote, url: '{url}'{name}}}"
+    text = f"serving {', '.join(specs)} at {url} on {placement.device}; use it with {settings}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     http_server.RewardServer(service).run([listener])
-    stopped = batch_queue.close(CLOSE_TIMEOUT)
+    stopped = service.close(CLOSE_TIMEOUT)
     console.print("stopped", highlight=False)
     if not stopped:  # Python cannot end a thread that is computing, and would crash when it tears down the rest
         console.file.flush()
         os._exit(0)
+
+
+def parse_served_rewards(texts: Sequence[str]) -> dict[str, RewardSpec]:
+    """Rewards by the names under which they are served: their types, numbered where a type comes again."""
+    specs: dict[str, RewardSpec] = {}
+    for text in texts:
+        name, spec = parse_pointwise_reward(text, "serve-reward")
+        number = 2
+        unique = name
+        while unique in specs:
+            unique, number = f"{name}-{number}", number + 1
+        specs[unique] = spec
+    return specs
 
 
 def import_web_modules() -> tuple[ModuleType, ModuleType]:

@@ -101,7 +101,7 @@ def make_capture() -> CaptureFn:
 
     def capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = call()
         return outputs, graph.replay
 

@@ -33,7 +33,7 @@ class StepCompleted(Event):
     metrics: Mapping[str, float]  # means over all ranks: loss/policy, reward/mean, rewards/NAME, kl, grad_norm, lr, ...
     seconds: float
     samples: int  # over all ranks
-    timings: Mapping[str, float] = field(default_factory=dict)  # seconds of time/rollout, time/reward, time/update
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds of time/rollout, time/reward …
 
     @property
     def samples_per_second(self) -> float:

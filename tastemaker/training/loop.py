@@ -142,10 +142,12 @@ def update(
 
 
 def phase_timings(seconds: Mapping[str, float], *, samples: bool) -> dict[str, float]:
-    """Return time/rollout, time/reward and time/update; time/data if the objective generates no samples."""
+    """Return time/rollout, time/reward and time/update; time/data if the objective generates no samples.
+
+    time/reward is what scoring adds to the step. time/reward_wait is its part that waits for rewards in threads.
+    """
     timings = {"time/rollout" if samples else "time/data": seconds["collect"] - seconds.get("reward", 0.0)}
-    if "reward" in seconds:
-        timings["time/reward"] = seconds["reward"]
+    timings |= {f"time/{name}": seconds[name] for name in ("reward", "reward_wait") if name in seconds}
     return {**timings, "time/update": seconds["update"]}
 
 

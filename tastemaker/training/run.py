@@ -90,6 +90,7 @@ class Run:
             state=self.objective_state,
             rollout_batch_size=self.batch.rollout_batch_size,
             first_row=first,
+            overlap_rewards=self.engine.config.overlap_rewards != "never",
         )
 
     def fixed_prompts(self, count: int) -> PromptBatch:

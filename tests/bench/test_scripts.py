@@ -103,3 +103,11 @@ def test_image_loader_is_measured_for_all_file_sizes(tmp_path: Path) -> None:
     report, _ = run_script(tmp_path, "image_loader", "--count", "8")
     assert set(report["files"]) == {"256", "512", "1024"} and report["target"] == 250
     assert all(sizes["collection, folder, no threads"]["per core"] > 0 for sizes in report["files"].values())
+
+
+@pytest.mark.slow
+def test_overlap_is_measured_and_trains_the_same_weights(tmp_path: Path) -> None:
+    arguments = ["--recipe", "grpo-toy-flow", "--batches", "4", "--batch-size", "16", "--steps", "1"]
+    results, output = run_script(tmp_path, "reward_overlap", *arguments)
+    assert results["equal weights"] and "| ratio overlapped |" in output
+    assert results["overlapped"] > 0 and results["best possible"] == 1.25

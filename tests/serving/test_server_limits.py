@@ -132,7 +132,7 @@ def test_all_requests_share_one_budget_of_memory() -> None:
         answers = [clients.submit(send, url, body)]
         wait_until(lambda: reward.begun.is_set() and service.budget.used < 2**20)
         answers.append(clients.submit(send, url, body))
-        wait_until(lambda: service.batch_queue.num_pending() == 1)
+        wait_until(lambda: service.num_pending() == 1)
         status, answer, headers = send(url, body)
         reward.go.set()
         assert status == 429 and "TM1011" in answer["error"] and int(headers["Retry-After"]) > 0
@@ -185,7 +185,7 @@ def test_unscored_request_is_answered_at_its_deadline_and_skipped() -> None:
         assert reward.begun.wait(20)
         answers.append(clients.submit(send, url, named_request("late")))
         assert [future.result()[0] for future in answers] == [504, 504]
-        wait_until(lambda: service.batch_queue.num_pending() == 0)  # shortly after the answer
+        wait_until(lambda: service.num_pending() == 0)  # shortly after the answer
         reward.go.set()
         assert send(url, named_request("last"))[0] == 200
     assert reward.prompts == ["first", "last"]
@@ -199,9 +199,9 @@ def test_request_of_a_client_that_left_is_skipped() -> None:
         assert reward.begun.wait(20)
         body = named_request("gone")
         line = connect(url, head(f"Content-Length: {len(body)}") + body)
-        wait_until(lambda: service.batch_queue.num_pending() == 1)
+        wait_until(lambda: service.num_pending() == 1)
         line.close()
-        wait_until(lambda: service.batch_queue.num_pending() == 0)
+        wait_until(lambda: service.num_pending() == 0)
         connect(url, head() + BODY[:100]).close()  # and one that leaves while it sends
         last = clients.submit(send, url, named_request("last"))
         reward.go.set()
@@ -295,7 +295,7 @@ def test_app_answers_without_a_socket() -> None:
         )
 
     asyncio.run(call())
-    service.batch_queue.close()
+    service.close()
     assert sent[0]["status"] == 200 and json.loads(sent[1]["body"]) == {"status": "ok", "waiting": 0}
 
 
