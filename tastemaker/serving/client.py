@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -31,6 +31,10 @@ class RewardServiceError(RewardError):
     """A reward server that does not respond, or whose response cannot be used."""
 
 
+class RewardServiceTimeout(RewardServiceError):
+    """A response that did not arrive completely within the timeout."""
+
+
 class TemporaryError(Exception):
     """A request that failed and may succeed later: no connection, a cut-off answer, or a server that is overloaded."""
 
@@ -47,7 +51,7 @@ class RewardClient:
     """
 
     url: str
-    token: str = ""
+    token: str = field(default="", repr=False)
     timeout: float = 600.0  # seconds for a whole response
     max_retries: int = 8  # after temporary errors
     retry_delay: float = 0.5  # seconds before the first retry, doubled for each further one
@@ -90,7 +94,7 @@ class RewardClient:
         except ssl.SSLError as error:
             raise self._certificate_error(error) from error
         except TimeoutError as error:
-            raise RewardServiceError(
+            raise RewardServiceTimeout(
                 f"{self.url} did not answer completely within {self.timeout:g} seconds; raise 'timeout', or lower "
                 "'batch_size' [TM728]"
             ) from error
