@@ -80,6 +80,10 @@ class Reward(ABC):
         """Of a reward that needs groups, the reward of single samples that it compares; None if there is none."""
         return None
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the scores since the last call, such as the share of bad answers; always of the same names."""
+        return {}
+
     def verifier(self) -> Verifier | None:
         """The reward as a verifier of unfinished samples; None if it judges finished ones only."""
         return None
@@ -309,6 +313,14 @@ class Rubric:
             rewards = {name: weighted.pointwise() for name, weighted in self.rewards.items()}
             self._pointwise = Rubric({name: weighted for name, weighted in rewards.items() if weighted})
         return self._pointwise
+
+    def metrics(self, device: torch.device) -> dict[str, Tensor]:
+        """What rewards report beside their scores since the last call: scoring/NAME/METRIC, scalars."""
+        return {
+            f"scoring/{name}/{metric}": torch.tensor(value, device=device)
+            for name, reward in self.rewards.items()
+            for metric, value in reward.reward.metrics().items()
+        }
 
     @property
     def uses_threads(self) -> bool:

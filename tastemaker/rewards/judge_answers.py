@@ -44,7 +44,8 @@ class JudgeAnswer:
         """Read a body of /v1/chat/completions; what is missing or of another type is empty."""
         choices = response.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        message = choice.get("message") if isinstance(choice.get("message"), dict) else {}
+        message = choice.get("message")
+        message = message if isinstance(message, dict) else {}
         content = message.get("content")
         return cls(
             content if isinstance(content, str) else "",

@@ -237,14 +237,15 @@ class AnswerSettings:
             raise ValueError("'axes' is missing: name the lines that the judge answers")
         if self.type == "number" and (not self.pattern or re.compile(self.pattern).groups != 1):
             raise ValueError("'pattern' must be a regular expression with one group, around the number")
-        return {
-            "yes_no": YesNoProbability,
-            "yes_no_text": YesNoText,
-            "winner": TaggedWinner,
-            "digits": lambda: DigitExpectation(int(self.high)),
-            "axes": lambda: AxisScores(self.axes, self.low, self.high),
-            "number": lambda: NumberAnswer(self.pattern, self.low, self.high),
-        }[self.type]()
+        formats: dict[AnswerType, AnswerFormat] = {
+            "yes_no": YesNoProbability(),
+            "yes_no_text": YesNoText(),
+            "winner": TaggedWinner(),
+            "digits": DigitExpectation(int(self.high)),
+            "axes": AxisScores(self.axes, self.low, self.high),
+            "number": NumberAnswer(self.pattern, self.low, self.high),
+        }
+        return formats[self.type]
 
 
 @checked_dataclass(frozen=True, config=STRICT)

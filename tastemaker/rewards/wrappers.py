@@ -78,6 +78,9 @@ class WrappedScorer(Reward):
     def needs_copy(self) -> bool:
         return self.inner.needs_copy or not is_shipped(self.spec)
 
+    def metrics(self) -> dict[str, float]:
+        return self.inner.metrics()
+
     def pointwise(self) -> tuple[RewardSpec, Reward] | None:
         return self.inner.pointwise()
 

@@ -41,6 +41,14 @@ class JudgeBudget:
             )
 
 
+class RefusedRequest(RewardServiceError):
+    """A request that the server will not accept later either."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class ChatClient(RewardClient):
     """Makes single attempts at one endpoint. `url` is a server, or a base URL with a path, such as .../v1."""
@@ -75,9 +83,10 @@ class ChatClient(RewardClient):
             raise TemporaryError(f"status {status}: {text}", retry_after)
         if status == 200:
             raise TemporaryError(f"the answer is no complete JSON object: {text}")
-        raise RewardServiceError(
+        raise RefusedRequest(
             f"{self.url} refused a request ({status}): {text}; check 'model', 'api_key_env' and the limits of the "
-            "server [TM2011]"
+            "server [TM2011]",
+            status,
         )
 
     def _describe(self, response: object, body: bytes) -> str:
@@ -131,11 +140,12 @@ class Usage:
     def add(self, response: Mapping[str, Any]) -> None:
         """Count the tokens of a response."""
         usage = response.get("usage")
-        counts = [usage.get(f"{kind}_tokens") if isinstance(usage, dict) else None for kind in ("prompt", "completion")]
-        if all(type(count) is int and count >= 0 for count in counts):
+        usage = usage if isinstance(usage, dict) else {}
+        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if type(prompt) is int and type(completion) is int and min(prompt, completion) >= 0:
             self.prompt_tokens, self.completion_tokens = (
-                self.prompt_tokens + counts[0],
-                self.completion_tokens + counts[1],
+                self.prompt_tokens + prompt,
+                self.completion_tokens + completion,
             )
         elif self.budget.tokens or self.budget.cost:
             raise RewardServiceError(
@@ -166,8 +176,8 @@ class EndpointPool:
                 delay = client.choose_delay(max(attempts, endpoint.failures + 1), error.retry_after)
                 if attempts > client.max_retries or now >= last_retry:
                     raise RewardServiceError(
-                        f"no usable answer from the judge at {client.url} after {attempts} attempts ({error}); check the "
-                        "server, or raise 'max_retries', 'retry_budget' and 'timeout' [TM2014]"
+                        f"no usable answer from the judge at {client.url} after {attempts} attempts ({error}); check "
+                        "the server, or raise 'max_retries', 'retry_budget' and 'timeout' [TM2014]"
                     ) from error
             finally:
                 self._release(endpoint, answered, delay)
@@ -214,7 +224,7 @@ def list_models(client: ChatClient) -> list[str] | None:
                     "correct 'urls' [TM2015]"
                 ) from error
             current_stop().wait(client.choose_delay(attempts, error.retry_after))
-        except RewardServiceError as error:
-            if "(404)" in str(error) or "(405)" in str(error):
+        except RefusedRequest as error:
+            if error.status in (404, 405):
                 return None
             raise

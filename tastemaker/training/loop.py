@@ -87,6 +87,7 @@ def train_step(run: Run, step: int) -> StepMetrics:
         batch = run.data.batch(step, run.batch.prompts, ranks.rank, ranks.world_size)
         experience = objective.collect(ctx, batch)
         means.add(objective.metrics(experience), len(experience))
+        means.add(ctx.rubric.metrics(engine.device), len(experience))
     # A state, such as that of a tracker, may already contain this batch; weights change in `update`.
     run.step_complete = isinstance(ctx.state, NoState)
     updates: list[LaunchedUpdate] = []
