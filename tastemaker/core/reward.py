@@ -314,14 +314,6 @@ class Rubric:
             self._pointwise = Rubric({name: weighted for name, weighted in rewards.items() if weighted})
         return self._pointwise
 
-    def metrics(self, device: torch.device) -> dict[str, Tensor]:
-        """What rewards report beside their scores since the last call: scoring/NAME/METRIC, scalars."""
-        return {
-            f"scoring/{name}/{metric}": torch.tensor(value, device=device)
-            for name, reward in self.rewards.items()
-            for metric, value in reward.reward.metrics().items()
-        }
-
     @property
     def uses_threads(self) -> bool:
         """Whether some rewards run in threads: those on the host or on another machine."""

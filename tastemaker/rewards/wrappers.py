@@ -290,6 +290,10 @@ class SumReward(RewardSpec):
 class SumScorer(Reward):
     rubric: Rubric
 
+    def metrics(self) -> dict[str, float]:
+        parts = enumerate(self.rubric.rewards.values())
+        return {f"{i}/{metric}": x for i, part in parts for metric, x in part.reward.metrics().items()}
+
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.rubric.score(pixels, prompts, metadata, len(pixels)).total
 
