@@ -29,7 +29,7 @@ from ..core.registry import ConfigError
 from ..core.reward import BatchSize, Modality, PairwiseReward, Reward, RewardCard, RewardError, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 from ..data.image_io import read_image, to_uint8
-from ..serving.chat_client import ChatClient, EndpointPool, JudgeBudget, list_models
+from ..serving.chat_client import AbandonedRequest, ChatClient, EndpointPool, JudgeBudget, list_models
 from .cached import ScoreCache
 from .color import BrightnessReward
 from .judge_answers import AnswerError, JudgeAnswer
@@ -225,13 +225,24 @@ class ChatJudge:
         scores = self.cache.get(keys) if self.cache else {}
         missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in scores}
         self.tally.count_samples(asked=len(missing), cached=len(cases) - len(missing))
-        futures = {self._threads.submit(self._judge_case, key, case): key for key, case in missing.items()}
+        failed = threading.Event()  # set by the first failure: the other threads need not go on
+        futures = {self._threads.submit(self._judge_until, failed, key, case): key for key, case in missing.items()}
         done, running = wait(futures, return_when=FIRST_EXCEPTION)
         for future in running:  # only after a failure
             future.cancel()
         for future in done:
             scores[futures[future]] = future.result()
         return [scores[key] for key in keys]
+
+    def _judge_until(self, failed: threading.Event, key: bytes, case: JudgeCase) -> float:
+        """The score of a case; NaN, which nobody sees, after another one has failed."""
+        try:
+            return math.nan if failed.is_set() else self._judge_case(key, case, failed)
+        except AbandonedRequest:
+            return math.nan
+        except BaseException:
+            failed.set()
+            raise
 
     def metrics(self) -> dict[str, float]:
         """Shares of bad answers and more since the last call; requests, tokens and cost since the start."""
@@ -247,13 +258,16 @@ class ChatJudge:
             digest.update(case.images[name].data)
         return digest.digest()
 
-    def _judge_case(self, key: bytes, case: JudgeCase) -> float:
+    def _judge_case(self, key: bytes, case: JudgeCase, failed: threading.Event) -> float:
         encoded = {name: [encode_data_url(f, self.spec.image_format) for f in x] for name, x in case.images.items()}
         seed, scores = int.from_bytes(key[:3], "big"), []
         try:
             for number in range(self.spec.passes):
                 first_seed = seed if self.sampling.seed is None else self.sampling.seed
-                answers = [self._ask(q, encoded, case.values, first_seed + number) for q in self.template.questions]
+                answers = [
+                    self._ask(question, encoded, case.values, first_seed + number, failed)
+                    for question in self.template.questions
+                ]
                 mean = sum(answers) / len(answers)
                 geometric = self.template.combine == "geometric_mean"
                 scores.append(math.prod(answers) ** (1 / len(answers)) if geometric else mean)
@@ -271,12 +285,19 @@ class ChatJudge:
             self.cache.put({key: score})
         return score
 
-    def _ask(self, question: Question, images: Mapping[str, list[str]], values: Mapping[str, str], seed: int) -> float:
+    def _ask(
+        self,
+        question: Question,
+        images: Mapping[str, list[str]],
+        values: Mapping[str, str],
+        seed: int,
+        failed: threading.Event,
+    ) -> float:
         """The score of one question; an answer without one is asked for again, at another temperature and seed."""
         attempt = 0
         while True:
             body = self._build_body(question, images, values, seed, attempt)
-            answer = JudgeAnswer.from_response(self.pool.request(json.dumps(body).encode()))
+            answer = JudgeAnswer.from_response(self.pool.request(json.dumps(body).encode(), failed))
             try:
                 parsed = question.answer.parse(answer)
             except AnswerError as error:

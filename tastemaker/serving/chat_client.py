@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from ..core.interruption import StopRequest, current_stop
+from ..core.interruption import POLL_SECONDS, StopRequest, current_stop
 from .client import RETRIED_STATUSES, RewardClient, RewardServiceError, RewardServiceTimeout, TemporaryError
 
 _jitter = random.SystemRandom()
@@ -47,6 +47,10 @@ class RefusedRequest(RewardServiceError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class AbandonedRequest(Exception):
+    """A request that is not made, because the caller does not need its answer anymore."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +165,14 @@ class EndpointPool:
         self.endpoints, self.usage = [Endpoint(client) for client in clients], Usage(budget)
         self._lock = threading.Lock()
 
-    def request(self, body: bytes) -> dict[str, Any]:
-        """The response to a chat completion. After a temporary error another endpoint is asked, or the same later."""
+    def request(self, body: bytes, abandoned: threading.Event) -> dict[str, Any]:
+        """The response to a chat completion. After a temporary error another endpoint is asked, or the same later.
+
+        Raises AbandonedRequest instead of a further attempt once `abandoned` is set.
+        """
         stop, attempts, last_retry = current_stop(), 0, None
         while True:
-            endpoint = self._acquire(stop)
+            endpoint = self._acquire(stop, abandoned)
             client, delay, answered = endpoint.client, 0.0, False
             try:
                 response = client.attempt("/chat/completions", body)
@@ -186,9 +193,10 @@ class EndpointPool:
                     self.usage.add(response)
                 return response
 
-    def _acquire(self, stop: StopRequest) -> Endpoint:
+    def _acquire(self, stop: StopRequest, abandoned: threading.Event) -> Endpoint:
         """The least loaded endpoint that is not paused; waits until there is one."""
-        while True:
+        extra = _jitter.uniform(0, self.endpoints[0].client.retry_delay)  # so that not all threads return at once
+        while not abandoned.is_set():
             with self._lock:
                 now = time.monotonic()
                 ready = [endpoint for endpoint in self.endpoints if endpoint.resume_at <= now]
@@ -197,8 +205,10 @@ class EndpointPool:
                     chosen = min(ready, key=lambda endpoint: (endpoint.in_flight, endpoint.served))
                     chosen.in_flight, chosen.served = chosen.in_flight + 1, chosen.served + 1
                     return chosen
-                pause = min(endpoint.resume_at for endpoint in self.endpoints) - now
-            stop.wait(pause + _jitter.uniform(0, self.endpoints[0].client.retry_delay))
+                deadline = min(endpoint.resume_at for endpoint in self.endpoints) + extra
+            while not abandoned.is_set() and (left := deadline - time.monotonic()) > 0:
+                stop.wait(min(left, POLL_SECONDS))
+        raise AbandonedRequest
 
     def _release(self, endpoint: Endpoint, answered: bool, delay: float) -> None:
         with self._lock:
