@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runner import run_cli
 from judge_stub import (
     JudgeStub,
     Reply,
@@ -29,8 +30,8 @@ from judge_stub import (
 )
 from torch import Tensor
 
+from tastemaker.cli import EXIT_FAILURE
 from tastemaker.config.build import build
-from tastemaker.config.dump import config_to_yaml
 from tastemaker.config.load import load
 from tastemaker.config.validate import build_component
 from tastemaker.core.interruption import Interrupted, handle_signals
@@ -187,7 +188,7 @@ def test_failed_samples_are_not_cached(stub: JudgeStub, url: str, tmp_path: Path
 
 def test_budget_stops_requests(stub: JudgeStub, url: str) -> None:
     with pytest.raises(RewardError, match="TM2012"):
-        score(from_config(urls=[url], budget={"requests": 4}))
+        score(from_config(urls=[url], concurrency=1, budget={"requests": 4}))
     assert len(stub.requests) == 4
     settings = {"cost": 0.003, "prompt_price": 1.0, "completion_price": 5.0}  # 0.0015 for a request
     for budget, allowed in ((settings, 2), ({"tokens": 3000}, 3)):
@@ -327,16 +328,31 @@ def test_run_goes_on_through_faults_or_stops_with_its_work_saved(
 
     first = len(stub.requests)
     stub.fault = lambda n, request: completion("no idea") if n >= first + 16 else None
-    stopped = start_run(tmp_path / "stopped", url, api_key_env="JUDGE_KEY")
+    stopped = start_run(tmp_path / "stopped", url)
     saved = []
     with pytest.raises(RewardError, match=r"no idea.*TM203[01]"):
         saved.extend(event for event in train(stopped) if isinstance(event, CheckpointSaved))
     assert [event.step for event in saved] == [2]
     stub.fault = lambda n, request: None
-    resumed = start_run(tmp_path / "stopped", url, api_key_env="JUDGE_KEY")
+    resumed = start_run(tmp_path / "stopped", url)
     resumed.resume(checkpoint.latest_checkpoint(resumed.directory))
     list(train(resumed))
     found = weights(resumed)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_command_stops_with_the_reason_and_shows_no_key(
+    stub: JudgeStub, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.chdir(tmp_path)
+    stub.fault = lambda n, request: error(401, f"{KEY} has expired") if n >= 16 else None
+    reward = {"type": "openai_judge", "urls": [url], "api_key_env": "JUDGE_KEY"}
+    settings = [*TRAINING, "steps=4", f"rewards={json.dumps({'judge': reward})}"]
+    assert run_cli("train", "grpo-toy-flow", *settings, "name=made") == EXIT_FAILURE
+    assert (tmp_path / "runs/made/checkpoints/step-000002").is_dir()
+    assert run_cli("report", "runs/made") == 0
+    shown = "".join(capfd.readouterr())
+    assert "TM2011" in shown and "*** has expired" in shown
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert b"JUDGE_KEY" in written and KEY.encode() not in written and KEY not in config_to_yaml(resumed.config)
+    assert b"JUDGE_KEY" in written and KEY.encode() not in written and KEY not in shown
