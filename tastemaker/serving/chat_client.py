@@ -50,21 +50,44 @@ class RefusedRequest(RewardServiceError):
 
 
 class AbandonedRequest(Exception):
-    """A request that is not made, because the caller does not need its answer anymore."""
+    """A request that is given up, because the caller does not need its answer anymore."""
+
+
+class BatchStop(StopRequest):
+    """The stop request of the process for one batch of requests; `abandoned` ends their attempts and waits too."""
+
+    def __init__(self, abandoned: threading.Event) -> None:
+        super().__init__()
+        self._process, self._abandoned = current_stop(), abandoned
+
+    def is_set(self) -> bool:
+        return self._process.is_set()
+
+    def is_expired(self, start: float) -> bool:
+        if self._abandoned.is_set():
+            raise AbandonedRequest
+        return self._process.is_expired(start)
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._abandoned.is_set():
+                raise AbandonedRequest
+            self._process.wait(min(left, POLL_SECONDS))
 
 
 @dataclass(frozen=True)
 class ChatClient(RewardClient):
     """Makes single attempts at one endpoint. `url` is a server, or a base URL with a path, such as .../v1."""
 
-    def attempt(self, path: str, body: bytes = b"", field: str = "choices") -> dict[str, Any]:
+    def attempt(self, path: str, stop: StopRequest, body: bytes = b"", field: str = "choices") -> dict[str, Any]:
         """The JSON object at a path such as /chat/completions, which must have a list `field`.
 
         Raises TemporaryError if another attempt may succeed: also after a timeout and for JSON that is cut off.
         """
         path = path if urlsplit(self.url).path.strip("/") else f"/v1{path}"
         try:
-            response = self._request_once(path, "application/json" if body else "", body, current_stop())
+            response = self._request_once(path, "application/json" if body else "", body, stop)
         except RewardServiceTimeout as error:
             raise TemporaryError(f"no complete answer within {self.timeout:g} seconds") from error
         if not isinstance(response.get(field), list):
@@ -168,14 +191,14 @@ class EndpointPool:
     def request(self, body: bytes, abandoned: threading.Event) -> dict[str, Any]:
         """The response to a chat completion. After a temporary error another endpoint is asked, or the same later.
 
-        Raises AbandonedRequest instead of a further attempt once `abandoned` is set.
+        Raises AbandonedRequest once `abandoned` is set.
         """
-        stop, attempts, last_retry = current_stop(), 0, None
+        stop, attempts, last_retry = BatchStop(abandoned), 0, None
         while True:
-            endpoint = self._acquire(stop, abandoned)
+            endpoint = self._acquire(stop)
             client, delay, answered = endpoint.client, 0.0, False
             try:
-                response = client.attempt("/chat/completions", body)
+                response = client.attempt("/chat/completions", stop, body)
                 answered = True
             except TemporaryError as error:
                 attempts, now = attempts + 1, time.monotonic()
@@ -193,10 +216,10 @@ class EndpointPool:
                     self.usage.add(response)
                 return response
 
-    def _acquire(self, stop: StopRequest, abandoned: threading.Event) -> Endpoint:
+    def _acquire(self, stop: StopRequest) -> Endpoint:
         """The least loaded endpoint that is not paused; waits until there is one."""
         extra = _jitter.uniform(0, self.endpoints[0].client.retry_delay)  # so that not all threads return at once
-        while not abandoned.is_set():
+        while True:
             with self._lock:
                 now = time.monotonic()
                 ready = [endpoint for endpoint in self.endpoints if endpoint.resume_at <= now]
@@ -205,10 +228,8 @@ class EndpointPool:
                     chosen = min(ready, key=lambda endpoint: (endpoint.in_flight, endpoint.served))
                     chosen.in_flight, chosen.served = chosen.in_flight + 1, chosen.served + 1
                     return chosen
-                deadline = min(endpoint.resume_at for endpoint in self.endpoints) + extra
-            while not abandoned.is_set() and (left := deadline - time.monotonic()) > 0:
-                stop.wait(min(left, POLL_SECONDS))
-        raise AbandonedRequest
+                pause = min(endpoint.resume_at for endpoint in self.endpoints) - now
+            stop.wait(pause + extra)
 
     def _release(self, endpoint: Endpoint, answered: bool, delay: float) -> None:
         with self._lock:
@@ -224,7 +245,7 @@ def list_models(client: ChatClient) -> list[str] | None:
     attempts = 0
     while True:
         try:
-            entries = client.attempt("/models", field="data")["data"]
+            entries = client.attempt("/models", current_stop(), field="data")["data"]
             return [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
         except TemporaryError as error:
             attempts += 1
