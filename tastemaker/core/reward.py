@@ -56,9 +56,8 @@ class Reward(ABC):
         self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
     ) -> list[Tensor]:
         """Scores [B] of the same pixels for each of several lists of prompts."""
-        if len(prompt_sets) == 1 or not self.needs_copy:
-            return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
-        return [self.score(pixels.clone(), prompts, metadata) for prompts in prompt_sets]
+        copy = len(prompt_sets) > 1 and self.needs_copy
+        return [self.score(pixels.clone() if copy else pixels, prompts, metadata) for prompts in prompt_sets]
 
     def score_groups(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], group_size: int) -> Tensor:
         """Scores [B] of whole groups, whose samples are adjacent. Called if the spec `needs_group`.

@@ -232,11 +232,13 @@ class AnswerSettings:
     def build(self) -> AnswerFormat:
         """The format; raises ValueError if a setting is missing."""
         if not self.low < self.high:
-            raise ValueError("'low' must be less than 'high'")
+            raise ValueError("'low' must be less than 'high'; correct them [TM2003]")
         if self.type == "axes" and not self.axes:
-            raise ValueError("'axes' is missing: name the lines that the judge answers")
+            raise ValueError("'axes' is missing; name the lines that the judge answers [TM2004]")
         if self.type == "number" and (not self.pattern or re.compile(self.pattern).groups != 1):
-            raise ValueError("'pattern' must be a regular expression with one group, around the number")
+            raise ValueError(
+                "'pattern' must be a regular expression with one group; put the group around the number [TM2005]"
+            )
         formats: dict[AnswerType, AnswerFormat] = {
             "yes_no": YesNoProbability(),
             "yes_no_text": YesNoText(),
@@ -266,11 +268,16 @@ class TemplateFile:
         own: set[ImageName] = {"first", "second"} if self.pairwise else {"sample"}
         images: tuple[ImageName, ...] = self.images or (("first", "second") if self.pairwise else ("sample",))
         if not own <= set(images) <= {*own, "source"}:
-            raise ValueError(f"'images' must hold {' and '.join(sorted(own))}, and may hold source")
+            raise ValueError(
+                f"'images' must hold {' and '.join(sorted(own))}, and may hold source; correct them [TM2006]"
+            )
         answer = self.answer.build()
         allowed = ("winner", "yes_no", "yes_no_text") if self.pairwise else tuple(TYPES - {"winner"})
         if self.answer.type not in allowed:
-            raise ValueError(f"'answer.type' must be one of {', '.join(sorted(allowed))} here, got {self.answer.type}")
+            raise ValueError(
+                f"'answer.type': expected one of {', '.join(sorted(allowed))} here, got {self.answer.type}; change it, "
+                "or 'pairwise' [TM2007]"
+            )
         parts = (*(MessagePart(image=image) for image in images), MessagePart(self.text))
         names = tuple(sorted(set(PLACEHOLDER.findall(self.text + self.system))))
         max_tokens = self.max_tokens or (1 if answer.uses_logprobs else 1024)
@@ -299,4 +306,4 @@ def load_template(name: str) -> JudgeTemplate:
         problems = "; ".join(f"'{'.'.join(map(str, each['loc']))}': {each['msg']}" for each in error.errors())
         raise ConfigError(f"{path}: {problems}; correct this template [TM2001]") from error
     except (ValueError, re.error) as error:
-        raise ConfigError(f"{path}: {error}; correct this template [TM2002]") from error
+        raise ConfigError(f"{path}: this template cannot be used: {error} [TM2002]") from error
