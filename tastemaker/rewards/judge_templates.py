@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -299,6 +299,12 @@ def load_template(name: str) -> JudgeTemplate:
             f"'template': '{name:.60}' is unknown; use one of {', '.join(published_templates())}, or the path of a "
             ".yaml file [TM2000]"
         )
+    return _read_template(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@lru_cache(maxsize=16)
+def _read_template(path: Path, modified: int) -> JudgeTemplate:
+    """The template of a YAML file, read again after the file was changed."""
     content = read_yaml_mapping(path)
     try:
         return TypeAdapter(TemplateFile).validate_python(content).build()

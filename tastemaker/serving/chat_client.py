@@ -196,7 +196,8 @@ class EndpointPool:
         stop, attempts, last_retry = BatchStop(abandoned), 0, None
         while True:
             endpoint = self._acquire(stop)
-            client, delay, answered = endpoint.client, 0.0, False
+            client, answered = endpoint.client, False
+            delay: float | None = None
             try:
                 response = client.attempt("/chat/completions", stop, body)
                 answered = True
@@ -204,6 +205,7 @@ class EndpointPool:
                 attempts, now = attempts + 1, time.monotonic()
                 last_retry = now + client.retry_budget if last_retry is None else last_retry
                 delay = client.choose_delay(max(attempts, endpoint.failures + 1), error.retry_after)
+                delay = min(delay, max(0.0, last_retry - now))
                 if attempts > client.max_retries or now >= last_retry:
                     raise RewardServiceError(
                         f"no usable answer from the judge at {client.url} after {attempts} attempts ({error}); check "
@@ -231,11 +233,11 @@ class EndpointPool:
                 pause = min(endpoint.resume_at for endpoint in self.endpoints) - now
             stop.wait(pause + extra)
 
-    def _release(self, endpoint: Endpoint, answered: bool, delay: float) -> None:
+    def _release(self, endpoint: Endpoint, answered: bool, delay: float | None) -> None:
         with self._lock:
             endpoint.in_flight -= 1
             endpoint.failures = 0 if answered else endpoint.failures + 1
-            if delay:
+            if delay is not None:
                 self.usage.retries += 1
                 endpoint.resume_at = max(endpoint.resume_at, time.monotonic() + delay)
 
