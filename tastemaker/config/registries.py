@@ -124,6 +124,7 @@ REWARDS = Registry(
         "vjepa": "tastemaker.rewards.vjepa:VjepaReward",
         "vlm": "tastemaker.rewards.vlm:VlmReward",
         "vlm_pair": "tastemaker.rewards.vlm:VlmPairReward",
+        "openai_judge": "tastemaker.rewards.openai_judge:OpenaiJudgeReward",
         "win_rate": "tastemaker.rewards.group:WinRateReward",
         "rank": "tastemaker.rewards.group:RankReward",
         "group_diversity": "tastemaker.rewards.group:GroupDiversityReward",

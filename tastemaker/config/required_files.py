@@ -21,6 +21,7 @@ from .shared_tokenizers import share_clip_tokenizer
 # Settings that name weights: a path, a hub id, or a name in the package.
 WEIGHT_SETTINGS = {"autoencoder", "init_weights", "text_encoder", "tokenizer", "transformer", "vae", "weights"}
 WEIGHT_SETTINGS |= {"color_model", "lpips_weights", "vgg_weights"}
+CREATED_SETTINGS = {"cache", "directory"}  # folders of caches, which a run creates
 WEIGHT_SUFFIXES = {".bin", ".ckpt", ".onnx", ".pt", ".pth", ".safetensors", ".tflite"}
 PATH_STARTS = ("/", "./", "../", "~")
 
@@ -82,6 +83,8 @@ def _iterate_paths(component: Any, key: str) -> Iterator[tuple[str, str | Path]]
     for field in fields(component):
         value, name = getattr(component, field.name), f"{key}.{field.name}"
         is_weights = isinstance(value, str) and field.name in WEIGHT_SETTINGS
+        if field.name in CREATED_SETTINGS:
+            continue
         if isinstance(value, Path) or (is_weights and (value != field.default or value.startswith(f"{PLAYGROUND}/"))):
             yield name, value
         else:

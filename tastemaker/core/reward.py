@@ -57,9 +57,8 @@ class Reward(ABC):
         self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
     ) -> list[Tensor]:
         """Scores [B] of the same pixels for each of several lists of prompts."""
-        if len(prompt_sets) == 1 or not self.needs_copy:
-            return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
-        return [self.score(pixels.clone(), prompts, metadata) for prompts in prompt_sets]
+        copy = len(prompt_sets) > 1 and self.needs_copy
+        return [self.score(pixels.clone() if copy else pixels, prompts, metadata) for prompts in prompt_sets]
 
     def score_groups(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], group_size: int) -> Tensor:
         """Scores [B] of whole groups, whose samples are adjacent. Called if the spec `needs_group`.
@@ -80,6 +79,10 @@ class Reward(ABC):
     def pointwise(self) -> tuple[RewardSpec, Reward] | None:
         """Of a reward that needs groups, the reward of single samples that it compares; None if there is none."""
         return None
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the scores since the last call, such as the share of bad answers; always of the same names."""
+        return {}
 
     def verifier(self) -> Verifier | None:
         """The reward as a verifier of unfinished samples; None if it judges finished ones only."""

@@ -68,6 +68,9 @@ class CachedScorer(Reward):
     def needs_copy(self) -> bool:
         return self.inner.needs_copy
 
+    def metrics(self) -> dict[str, float]:
+        return self.inner.metrics()
+
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         if torch.is_grad_enabled() and pixels.requires_grad:
             return self.spec.score_with(self.inner, pixels, prompts, metadata)

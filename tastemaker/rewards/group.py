@@ -79,6 +79,9 @@ class ComparisonScorer(Reward):
     def needs_copy(self) -> bool:
         return self.inner.needs_copy
 
+    def metrics(self) -> dict[str, float]:
+        return self.inner.metrics()
+
     def pointwise(self) -> tuple[RewardSpec, Reward] | None:
         if self.spec.reward.compares_pairs:
             return None

@@ -78,6 +78,9 @@ class WrappedScorer(Reward):
     def needs_copy(self) -> bool:
         return self.inner.needs_copy or not is_shipped(self.spec)
 
+    def metrics(self) -> dict[str, float]:
+        return self.inner.metrics()
+
     def pointwise(self) -> tuple[RewardSpec, Reward] | None:
         return self.inner.pointwise()
 
@@ -286,6 +289,10 @@ class SumReward(RewardSpec):
 @dataclass(frozen=True)
 class SumScorer(Reward):
     rubric: Rubric
+
+    def metrics(self) -> dict[str, float]:
+        parts = enumerate(self.rubric.rewards.values())
+        return {f"{i}/{metric}": x for i, part in parts for metric, x in part.reward.metrics().items()}
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.rubric.score(pixels, prompts, metadata, len(pixels)).total

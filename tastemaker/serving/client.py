@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -52,7 +52,7 @@ class RewardClient:
     """
 
     url: str
-    token: str = ""
+    token: str = field(default="", repr=False)
     timeout: float = 600.0  # seconds for a whole response
     max_retries: int = 8  # after temporary errors
     retry_delay: float = 0.5  # seconds before the first retry, doubled for each further one

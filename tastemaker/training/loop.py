@@ -21,7 +21,7 @@ from ..core.weights import ema_decay_warmup
 from .engine import Engine, LaunchedUpdate, TrainingError
 from .events import CheckpointSaved, Event, GuardChecked, TrainingFinished, TrainingStarted
 from .guard import run_guard
-from .metrics import AsyncMetrics, AverageMeter, StepMetrics, StepTimer
+from .metrics import AsyncMetrics, AverageMeter, StepMetrics, StepTimer, scoring_metrics
 from .run import Run
 from .samples import generate_samples
 
@@ -87,6 +87,7 @@ def train_step(run: Run, step: int) -> StepMetrics:
         batch = run.data.batch(step, run.batch.prompts, ranks.rank, ranks.world_size)
         experience = objective.collect(ctx, batch)
         means.add(objective.metrics(experience), len(experience))
+        means.add(scoring_metrics(ctx.rubric, engine.device), len(experience))
     # A state, such as that of a tracker, may already contain this batch; weights change in `update`.
     run.step_complete = isinstance(ctx.state, NoState)
     updates: list[LaunchedUpdate] = []

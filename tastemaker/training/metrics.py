@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.objective import Comm
+from ..core.reward import Rubric
 from ..core.types import Loss
 from .engine import LaunchedUpdate
 from .events import StepCompleted
@@ -57,6 +58,15 @@ class AverageMeter:
         """Return the means over all ranks as numbers, which waits for the GPU."""
         means = self.mean(comm)
         return dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
+
+
+def scoring_metrics(rubric: Rubric, device: torch.device) -> dict[str, Tensor]:
+    """Return what rewards report beside their scores since the last call: scalars scoring/NAME/METRIC."""
+    return {
+        f"scoring/{name}/{metric}": torch.tensor(value, device=device)
+        for name, weighted in rubric.rewards.items()
+        for metric, value in weighted.reward.metrics().items()
+    }
 
 
 class StepTimer:
