@@ -205,7 +205,7 @@ def evaluate(
         save_steps: whether to write the previews of all candidates after every step to its folder `process`.
     """
     loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
-    geneval, settings = parse_detector(detector, self_test=self_test), benchmark_run.parse_judge(judge)
+    geneval, settings = parse_detector(detector, self_test=self_test), benchmark_run.parse_judge(judge, benchmark)
     verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or message_console()
     config, checkpoint = resolve_source(str(model), overrides, tiny=tiny, console=console)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))

@@ -76,7 +76,7 @@ def evaluate(
             parse_detector(detector, self_test=not skip_self_test),
             choose_placement(device or "auto", "fp32"),
         )
-        settings, console = benchmark_run.parse_judge(judge), stderr_console()
+        settings, console = benchmark_run.parse_judge(judge, benchmark), stderr_console()
         benchmark_run.score_folder(loaded, images, spec, out, placement, settings, tiny=tiny, console=console)
         return print_next_steps("tastemaker leaderboard evaluations/*, to compare models")
     from .. import api
@@ -109,7 +109,8 @@ def suggest_after_evaluation(benchmark: str, model: str, overrides: Sequence[str
     """Commands that follow: the report and the export of a run, or the training of a recipe."""
     if Path(model).is_dir():
         return [f"tastemaker report {model}", f"tastemaker export {model} --out {Path(model).name}.safetensors"]
-    trained = f"tastemaker evaluate {benchmark} --model RUN, to compare the trained model"
+    file = "" if benchmark in ("geneval", "playeval", "playeval-motion", "wordeval") else " --metadata FILE"
+    trained = f"tastemaker evaluate {benchmark}{file} --model RUN, to compare the trained model"
     return [f"tastemaker train {shlex.join([model, *overrides])}", trained]
 
 

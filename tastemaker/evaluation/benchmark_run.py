@@ -143,8 +143,14 @@ def default_verifier(benchmark: str) -> str:
     return "vlm" if benchmark == "geneval" or benchmark in PUBLISHED_BENCHMARKS else "playground_judge"
 
 
-def parse_judge(judge: str) -> JudgeSettings:
+def parse_judge(judge: str, benchmark: str) -> JudgeSettings:
     """Parse --judge: empty for the default, a folder or hub id, or settings such as {template: FILE}."""
+    judged = [*QUESTION_SCORERS, "vbench-lite"]
+    if judge and benchmark not in judged:
+        raise ConfigError(
+            f"--judge: the benchmark {benchmark} asks no questions; remove --judge, which works with "
+            f"{', '.join(judged)} [TM2178]"
+        )
     if not judge.lstrip().startswith("{"):
         return JudgeSettings(judge)
     settings: JudgeSettings = build_component(JudgeSettings, parse_yaml(judge, "--judge"), "--judge")
@@ -391,7 +397,9 @@ def report_table(report: dict[str, Any]) -> Table:
     costs += f" and {format_flops(report['flops'])}" if report.get("flops") else ""
     caption.append(f"{costs} per sample")
     title = f"{report['benchmark']}: {report['prompts']} prompts, {report['images']} samples"
-    title += f"\n{escape(summarize_settings(report['settings']))}" if "settings" in report else ""
+    if "settings" in report:
+        settings = summarize_settings(report["settings"])
+        title += f"\n{escape(settings.removesuffix(', no judge') if 'judge' in report else settings)}"
     if "judge" in report:
         caption.append(f"judge {escape(str(report['judge']))}")
     if report.get("unparsed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from abc import abstractmethod
@@ -65,7 +66,7 @@ class QuestionScorer(BenchmarkScorer):
             if self.parts_name
         ]
         tables = {self.parts_name: question_intervals(parts)} if parts else {}
-        return {"judge": self.judge.name, **({"parts": tables} if tables else {})}
+        return {"judge": self.detector.removeprefix("judge "), **({"parts": tables} if tables else {})}
 
     def ask_yes_no(self, images: Tensor, texts: Sequence[Sequence[str]]) -> list[list[tuple[float, float]]]:
         """Return the probabilities of yes and no for the questions about each image."""
@@ -161,12 +162,13 @@ class WiseScorer(QuestionScorer):
 
     def __init__(self, judge: QuestionJudge, template: str = "") -> None:
         super().__init__(judge)
-        self.template_file = template
         self.template = read_template(Path(template)) if template else WISE_QUESTION
+        digest = hashlib.sha256(self.template.encode()).hexdigest()[:8]
+        self.question_name = f"{Path(template).name} {digest}" if template else "of the package"
 
     @property
     def detector(self) -> str:
-        return f"{super().detector}, question {self.template_file or 'our own'}"
+        return f"{super().detector}, question {self.question_name}"
 
     def score_images(self, images: Tensor, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
         questions = [

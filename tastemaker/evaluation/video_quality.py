@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.registry import ConfigError
 from ..core.types import Metadata, Placement, Prompts
 from ..models.pretrained import WeightsSource, find_weights
 from ..rewards.backbones.frozen_models import TINY, load_network, random_network
@@ -69,13 +70,8 @@ def load_subject_encoder(weights: str, placement: Placement) -> SubjectEncoder:
             super().__init__(config, add_pooling_layer=False)
 
     if weights == TINY:
-        size: dict[str, Any] = {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-        }
-        config = ViTConfig(image_size=32, patch_size=16, **size)
+        size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32, "patch_size": 16}
+        config = ViTConfig(num_hidden_layers=2, num_attention_heads=2, **size)
         return SubjectEncoder(random_network(VisionTransformer, config, placement), 32)
     path = find_weights(weights, DINO if weights == DINO.hub else WeightsSource(weights))
     config = ViTConfig.from_pretrained(path, local_files_only=True)
@@ -98,7 +94,7 @@ class VideoQualityScorer(BenchmarkScorer):
     @torch.no_grad()
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
         if pixels.shape[1] < MIN_FRAMES:
-            raise ValueError(
+            raise ConfigError(
                 f"vbench-lite compares frames; expected clips of {MIN_FRAMES} frames or more, got {pixels.shape[1]}; "
                 "generate longer clips [TM2172]"
             )
