@@ -212,15 +212,9 @@ def evaluate(
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
-            loaded,
-            build_search(search, n),
-            verifier,
-            weights,
-            seed=seed,
-            geneval=geneval,
-            save_steps=save_steps,
-            judge=settings,
-        )
+            loaded, build_search(search, n), verifier, weights,
+            seed=seed, geneval=geneval, save_steps=save_steps, judge=settings,
+        )  # fmt: skip
         return benchmark_run.evaluate_model(config, checkpoint, options, folder, tiny=tiny, console=console)
 
     counts = [num_candidates] if isinstance(num_candidates, int) else list(num_candidates)

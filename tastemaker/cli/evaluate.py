@@ -72,11 +72,11 @@ def evaluate(
         from ..training.precision import choose_placement
 
         loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
-        spec, placement = (
+        spec, settings = (
             parse_detector(detector, self_test=not skip_self_test),
-            choose_placement(device or "auto", "fp32"),
+            benchmark_run.parse_judge(judge, benchmark),
         )
-        settings, console = benchmark_run.parse_judge(judge, benchmark), stderr_console()
+        placement, console = choose_placement(device or "auto", "fp32"), stderr_console()
         benchmark_run.score_folder(loaded, images, spec, out, placement, settings, tiny=tiny, console=console)
         return print_next_steps("tastemaker leaderboard evaluations/*, to compare models")
     from .. import api

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,39 +32,42 @@ class BlipVqa:
     @torch.no_grad()
     def first_logits(self, pixels: Tensor, questions: Sequence[str]) -> Tensor:
         """Logits [B, V] of the first token of the answers about images [B, 3, H, W]."""
-        states, mask = self._encode(pixels, questions)
-        start = torch.full((len(pixels), 1), self.net.decoder_start_token_id, device=pixels.device)
-        decoder = self.net.text_decoder
-        logits: Tensor = decoder(input_ids=start, encoder_hidden_states=states, encoder_attention_mask=mask).logits
-        return logits[:, -1]
+        logits = pixels.new_zeros(len(pixels), self.net.config.text_config.vocab_size, dtype=torch.float32)
+        for indices, states, start in self._encode(pixels, questions):
+            logits[indices] = self.net.text_decoder(input_ids=start, encoder_hidden_states=states).logits[:, -1].float()
+        return logits
 
     @torch.no_grad()
     def answer(self, pixels: Tensor, questions: Sequence[str], max_new_tokens: int) -> list[str]:
         """Greedy answers about images [B, 3, H, W]."""
-        states, mask = self._encode(pixels, questions)
-        start = torch.full((len(pixels), 1), self.net.decoder_start_token_id, device=pixels.device)
-        text = self.net.config.text_config
-        ids = self.net.text_decoder.generate(
-            input_ids=start, encoder_hidden_states=states, encoder_attention_mask=mask, max_new_tokens=max_new_tokens,
-            do_sample=False, eos_token_id=text.sep_token_id, pad_token_id=text.pad_token_id,
-        )  # fmt: skip
-        return [str(text).strip() for text in self.tokenizer.batch_decode(ids[:, 1:], skip_special_tokens=True)]
+        answers, text = [""] * len(questions), self.net.config.text_config
+        for indices, states, start in self._encode(pixels, questions):
+            ids = self.net.text_decoder.generate(
+                input_ids=start, encoder_hidden_states=states, max_new_tokens=max_new_tokens, do_sample=False,
+                eos_token_id=text.sep_token_id, pad_token_id=text.pad_token_id,
+            )  # fmt: skip
+            for i, answer in zip(
+                indices, self.tokenizer.batch_decode(ids[:, 1:], skip_special_tokens=True), strict=True
+            ):
+                answers[i] = str(answer).strip()
+        return answers
 
-    def _encode(self, pixels: Tensor, questions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, L, C] of the questions, which have seen the images, and their mask [B, L]."""
+    def _encode(self, pixels: Tensor, questions: Sequence[str]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield indices of questions of one length, their hidden states [n, L, C], and their first decoder token [n, 1].
+
+        Questions are not padded, because transformers' decoder adds the mask of its cross-attention to the scores as
+        0 and 1, so padding would change the answers.
+        """
+        ids = [self.tokenizer(text, truncation=True, max_length=MAX_QUESTION_TOKENS).input_ids for text in questions]
         prepared = Preprocessing(self.image_size, "stretch", "bicubic")(pixels.float()).to(self.net.dtype)
         image = self.net.vision_model(pixel_values=prepared, interpolate_pos_encoding=True).last_hidden_state
-        tokens = self.tokenizer(
-            list(questions), padding=True, truncation=True, max_length=MAX_QUESTION_TOKENS, return_tensors="pt"
-        )
-        ids, mask = tokens["input_ids"].to(pixels.device), tokens["attention_mask"].to(pixels.device)
-        # As published, a question starts with the encoder's own token, which follows the decoder's in the vocabulary.
-        ids[:, 0] = self.net.decoder_start_token_id + 1
-        image_mask = torch.ones(image.shape[:2], dtype=torch.long, device=pixels.device)
-        states: Tensor = self.net.text_encoder(
-            input_ids=ids, attention_mask=mask, encoder_hidden_states=image, encoder_attention_mask=image_mask
-        )[0]
-        return states, mask
+        for length in sorted(set(map(len, ids))):
+            indices = [i for i, row in enumerate(ids) if len(row) == length]
+            tokens = torch.tensor([ids[i] for i in indices], device=pixels.device)
+            # As published, a question starts with the encoder's own token, which follows the decoder's.
+            tokens[:, 0] = self.net.decoder_start_token_id + 1
+            states: Tensor = self.net.text_encoder(input_ids=tokens, encoder_hidden_states=image[indices])[0]
+            yield indices, states, torch.full_like(tokens[:, :1], self.net.decoder_start_token_id)
 
 
 def load_blip_vqa(weights: str, placement: Placement) -> BlipVqa:
