@@ -53,10 +53,10 @@ class BlipVqa:
         return answers
 
     def _encode(self, pixels: Tensor, questions: Sequence[str]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Yield indices of questions of one length, their hidden states [n, L, C], and their first decoder token [n, 1].
+        """Yield indices of questions of one length, their hidden states [n, L, C], and the first decoder token [n, 1].
 
-        Questions are not padded, because transformers' decoder adds the mask of its cross-attention to the scores as
-        0 and 1, so padding would change the answers.
+        Questions are not padded, because transformers' decoder ignores the mask of its cross-attention, so that padding
+        would change the answers.
         """
         ids = [self.tokenizer(text, truncation=True, max_length=MAX_QUESTION_TOKENS).input_ids for text in questions]
         prepared = Preprocessing(self.image_size, "stretch", "bicubic")(pixels.float()).to(self.net.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,26 @@ from tastemaker.evaluation.question_scorers import (
     parse_wise_score,
     require_parents,
 )
-from tastemaker.evaluation.video_quality import DIMENSIONS, load_video_quality_scorer, quality_interval
+from tastemaker.evaluation.video_quality import (
+    DIMENSIONS,
+    load_subject_encoder,
+    load_video_quality_scorer,
+    quality_interval,
+)
 from tastemaker.playground import signs
 from tastemaker.rewards.ocr import OcrEngine
 from tastemaker.search.base import SearchCost
-from tastemaker.vlm.question_judge import NO, YES, JudgeQuestion, QuestionJudge, Spellings, load_question_judge
+from tastemaker.vlm.blip_vqa import load_blip_vqa
+from tastemaker.vlm.question_judge import (
+    NO,
+    YES,
+    BlipQuestionJudge,
+    ChatQuestionJudge,
+    JudgeQuestion,
+    QuestionJudge,
+    Spellings,
+    load_question_judge,
+)
 
 
 class ScriptedJudge(QuestionJudge):
@@ -210,7 +226,8 @@ def test_chat_judge_sums_the_softmax_over_single_token_spellings() -> None:
     answers = (("yes", " Yes", "yesterday"), ("2", "two"))
     questions = [JudgeQuestion(i, f"question {k}?", answers) for k in range(3) for i in (1, 0)]
     probabilities = judge.ask_probabilities(images, questions)
-    chat = judge.chat  # type: ignore[attr-defined]
+    assert isinstance(judge, ChatQuestionJudge)
+    chat = judge.chat
     logits = chat.ask(images[[0]], [("<image>\nquestion 2?",)]).logits[0].softmax(-1)
     yes, spaced, two = (chat.tokenizer(text, add_special_tokens=False).input_ids[0] for text in ("yes", " Yes", "2"))
     expected = (float(logits[yes] + logits[spaced]), float(logits[two]))
@@ -225,10 +242,27 @@ def test_blip_judge_is_independent_of_its_batch_and_answers_its_likeliest_token(
     questions = [JudgeQuestion(0, "dog?", (YES, NO)), JudgeQuestion(1, "a very big dog?", (YES, NO))]
     together = judge.ask_probabilities(images, questions)
     assert together[0] == pytest.approx(judge.ask_probabilities(images, questions[:1])[0], rel=1e-4)
-    vqa = judge.vqa  # type: ignore[attr-defined]
+    assert isinstance(judge, BlipQuestionJudge)
+    vqa = judge.vqa
     first = vqa.first_logits(images, ["dog?", "cat?"]).argmax(-1)
     likeliest = [vqa.tokenizer.decode([token]) for token in first.tolist()]
     assert vqa.answer(images, ["dog?", "cat?"], 1) == likeliest
+
+
+def test_blip_and_dino_are_loaded_from_folders(tmp_path: Path) -> None:
+    tiny = load_blip_vqa("tiny", Placement())
+    tiny.net.save_pretrained(tmp_path / "blip")
+    tiny.tokenizer.save_pretrained(tmp_path / "blip")
+    judge = load_question_judge(str(tmp_path / "blip"), Placement())
+    images = torch.rand(1, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+    same = replace(tiny, image_size=480)
+    assert isinstance(judge, BlipQuestionJudge) and judge.name == str(tmp_path / "blip")
+    torch.testing.assert_close(judge.vqa.first_logits(images, ["dog?"]), same.first_logits(images, ["dog?"]))
+    encoder = load_subject_encoder("tiny", Placement())
+    encoder.net.save_pretrained(tmp_path / "dino")
+    loaded = load_subject_encoder(str(tmp_path / "dino"), Placement())
+    wide = torch.rand(2, 3, 30, 50, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(replace(loaded, size=32)(wide), encoder(wide))
 
 
 def test_video_quality_tells_still_moving_and_flickering_clips_apart(tmp_path: Path) -> None:
