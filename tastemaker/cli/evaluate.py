@@ -72,12 +72,9 @@ def evaluate(
         from ..training.precision import choose_placement
 
         loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
-        spec, settings = (
-            parse_detector(detector, self_test=not skip_self_test),
-            benchmark_run.parse_judge(judge, benchmark),
-        )
-        placement, console = choose_placement(device or "auto", "fp32"), stderr_console()
-        benchmark_run.score_folder(loaded, images, spec, out, placement, settings, tiny=tiny, console=console)
+        specs = parse_detector(detector, self_test=not skip_self_test), benchmark_run.parse_judge(judge, benchmark)
+        placement = choose_placement(device or "auto", "fp32")
+        benchmark_run.score_folder(loaded, images, *specs, out, placement, tiny=tiny, console=stderr_console())
         return print_next_steps("tastemaker leaderboard evaluations/*, to compare models")
     from .. import api
     from ..search.settings import parse_candidates
