@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..core.safe_files import read_json_object
 from .evaluate import MANIFEST, REPORT, SCORES, read_jsonl
 from .metrics import IntervalDict, bootstrap_interval, bootstrap_overall, mean_by_prompt
 
-FIELDS = ("benchmark", "questions", "judge", "model", "score", "mean", "low", "high", "prompts", "images")
+FIELDS = ("id", "benchmark", "questions", "judge", "model", "score", "mean", "low", "high", "prompts", "images")
 Entry = dict[str, Any]
 GroupKey = tuple[str, str, str, str]  # benchmark, its prompts, judge and score: only equal ones are compared
 
@@ -26,13 +27,13 @@ GroupKey = tuple[str, str, str, str]  # benchmark, its prompts, judge and score:
 def make_leaderboard(paths: Sequence[Path], out: Path, console: Console) -> list[Entry]:
     """Write the entries of evaluations and leaderboard files to `out`, and a Markdown table beside it; print the table.
 
-    An evaluation replaces an earlier entry of the same model, benchmark and judge.
+    An evaluation replaces an earlier entry of the same model and settings.
     """
     check_output_file(out)
     entries: dict[tuple[str, ...], Entry] = {}
     for path in paths:
         for entry in [read_evaluation(path)] if path.is_dir() else read_entries(path):
-            entries[(*group_key(entry), entry["model"])] = entry
+            entries[(*group_key(entry), entry["id"])] = entry
     groups = group_entries(list(entries.values()))
     ordered = [entry for group in groups.values() for entry in group]
     write_text_atomically(out, "".join(json.dumps(entry) + "\n" for entry in ordered))
@@ -57,6 +58,7 @@ def read_evaluation(folder: Path) -> Entry:
     tags = list(dict.fromkeys(row["tag"] for row in rows))
     by_tag = {tag: mean_by_prompt([row for row in rows if row["tag"] == tag], score).tolist() for tag in tags}
     return {
+        "id": hashlib.sha256(manifest["model"].encode()).hexdigest()[:8],  # of weights, settings and seed
         "benchmark": report["benchmark"],
         "questions": manifest["questions"],
         "judge": str(report.get("judge", "")),
@@ -146,14 +148,16 @@ def describe_group(group: Sequence[Entry]) -> str:
 
 def format_cells(group: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
     """Return model, score, interval, difference to the best and number of samples of each entry."""
-    cells = []
+    cells, models = [], [entry["model"] for entry in group]
     for entry in group:
+        same = models.count(entry["model"]) > 1  # they differ in a setting or in the seed
+        name = f"{entry['model']} ({entry['id']})" if same else str(entry["model"])
         difference = paired_difference(group[0], entry) if entry is not group[0] else None
         gap = "" if difference is None else "{mean:+.1f} ({low:+.1f} to {high:+.1f})".format(
             **{key: 100 * difference[key] for key in ("mean", "low", "high")}
         )  # fmt: skip
         interval = f"{100 * entry['low']:.1f} to {100 * entry['high']:.1f}"
-        cells.append((str(entry["model"]), f"{100 * entry['mean']:.1f}", interval, gap, str(entry["images"])))
+        cells.append((name, f"{100 * entry['mean']:.1f}", interval, gap, str(entry["images"])))
     return cells
 
 

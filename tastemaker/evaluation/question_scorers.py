@@ -32,8 +32,8 @@ A correct image shows this: "{explanation}"
 Does the image show it, clearly enough to tell, and without deformations that hide it? Beauty and style do not count.
 Answer with one line and nothing else: "Score: 1" if it does, "Score: 0" if it does not or if you are in doubt."""
 WISE_TOKENS, WISE_ATTEMPTS = 500, 3
-WISE_SCORE = re.compile(r"score\W{0,4}:\W{0,4}([01])(?![\d/]|\.\d)", re.IGNORECASE)
-WISE_LINE = re.compile(r"^\W*([01])\W*$", re.MULTILINE)
+WISE_SCORE = re.compile(r"score[\s*_]{0,4}:[\s*_]{0,4}([01])(?![\d/]|\.\d)", re.IGNORECASE)  # also bold
+WISE_LINE = re.compile(r"^[ \t*_]*([01])[ \t*_.]*$", re.MULTILINE)
 PLACEHOLDER = re.compile(r"\{(prompt|explanation|question)\}")
 OCR_SIZE = 256  # pixels; smaller images are enlarged to it
 
