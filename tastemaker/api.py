@@ -179,6 +179,7 @@ def evaluate(
     metadata: Path | None = None,
     detector: str = "",
     self_test: bool = True,
+    judge: str = "",
     search: str = "single",
     num_candidates: int | Sequence[int] = 4,
     verifier: str = "",
@@ -192,10 +193,11 @@ def evaluate(
     """Evaluate a recipe or the directory of a run on a benchmark, and return the report.
 
     Args:
-        benchmark: geneval, playeval, playeval-motion or wordeval.
+        benchmark: geneval, geneval2, dpg, wise, t2i-compbench, vbench-lite, ocr, playeval, playeval-motion or wordeval.
         num_prompts: how many of its prompts; count: how many samples of each. By default, the benchmark's own numbers.
-        metadata: GenEval: a prompt file in its format.
+        metadata: the benchmark's own prompt file or folder; GenEval and the playground's benchmarks need none.
         detector: GenEval: a Mask2Former, or settings such as "{threshold: 0.4}"; self_test: whether to test it first.
+        judge: what answers the questions of geneval2, dpg, wise and t2i-compbench: a folder, a hub id or settings.
         search: how samples are searched for, of `num_candidates` that `verifier` scores. For several numbers of
             candidates, the points of a curve of score against cost are returned.
         weights: live, or a snapshot such as ema; by default the EMA if there is one.
@@ -203,21 +205,16 @@ def evaluate(
         save_steps: whether to write the previews of all candidates after every step to its folder `process`.
     """
     loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
-    geneval = parse_detector(detector, self_test=self_test)
+    geneval, settings = parse_detector(detector, self_test=self_test), benchmark_run.parse_judge(judge, benchmark)
     verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or message_console()
     config, checkpoint = resolve_source(str(model), overrides, tiny=tiny, console=console)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
-            loaded,
-            build_search(search, n),
-            verifier,
-            weights,
-            seed=seed,
-            geneval=geneval,
-            save_steps=save_steps,
-        )
+            loaded, build_search(search, n), verifier, weights,
+            seed=seed, geneval=geneval, save_steps=save_steps, judge=settings,
+        )  # fmt: skip
         return benchmark_run.evaluate_model(config, checkpoint, options, folder, tiny=tiny, console=console)
 
     counts = [num_candidates] if isinstance(num_candidates, int) else list(num_candidates)

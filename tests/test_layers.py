@@ -23,6 +23,7 @@ WORKFLOWS = (
     "evaluation.benchmark_run",
     "evaluation.geneval",
     "evaluation.image_sets",
+    "evaluation.leaderboard",
     "evaluation.reconstruction",
     "evaluation.scoreboard.measurement",
     "evaluation.scoreboard.page",

@@ -33,22 +33,28 @@ FeatureNetworkOption = Annotated[
     typer.Option(help="Feature network: Inception (FID) or the CIFAR-10 classifier."),
 ]
 FeatureWeightsOption = Annotated[str, typer.Option(help="Weights of the feature network.")]
+BENCHMARK_NAMES = (
+    "geneval, geneval2, dpg, wise, t2i-compbench, vbench-lite, ocr, playeval, playeval-motion or wordeval."
+)
 DeviceOption = Annotated[Device, typer.Option(help="Device.")]
 
 
 @app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker evaluate playeval --model runs/demo")
 def evaluate(
-    benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
+    benchmark: Annotated[str, typer.Argument(help=BENCHMARK_NAMES)],
     model: Annotated[str, typer.Option("--model", "-m", help="A recipe or the directory of a run.")] = "",
     overrides: Overrides = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts; default: 504, for GenEval 553.")] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Samples per prompt; default: 2, for GenEval 4.")] = None,
-    images: Annotated[Path | None, typer.Option(help="GenEval: score this folder instead of a model.")] = None,
-    metadata: Annotated[Path | None, typer.Option(help="GenEval: prompt file in GenEval's format.")] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts; default: all, or 504 of the playground's.")
+    ] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Samples per prompt; default: the benchmark's own.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Score this folder instead of a model.")] = None,
+    metadata: Annotated[Path | None, typer.Option(help="The benchmark's own prompt file or folder.")] = None,
     detector: Annotated[str, typer.Option(help="GenEval: a Mask2Former, or '{threshold: 0.4}'.")] = "",
     skip_self_test: Annotated[
         bool, typer.Option("--skip-self-test", help="GenEval: skip the detector's self-test.")
     ] = False,
+    judge: Annotated[str, typer.Option(help="A vision-language model, or '{weights: MODEL, template: FILE}'.")] = "",
     search: SearchOption = "single",
     num_candidates: Annotated[str, typer.Option(help="Candidates of the search; 1,4,20 gives a curve.")] = "4",
     verifier: VerifierOption = "",
@@ -66,12 +72,10 @@ def evaluate(
         from ..training.precision import choose_placement
 
         loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
-        spec, placement = (
-            parse_detector(detector, self_test=not skip_self_test),
-            choose_placement(device or "auto", "fp32"),
-        )
-        benchmark_run.score_folder(loaded, images, spec, out, placement, tiny=tiny, console=stderr_console())
-        return
+        specs = parse_detector(detector, self_test=not skip_self_test), benchmark_run.parse_judge(judge, benchmark)
+        placement = choose_placement(device or "auto", "fp32")
+        benchmark_run.score_folder(loaded, images, *specs, out, placement, tiny=tiny, console=stderr_console())
+        return print_next_steps("tastemaker leaderboard evaluations/*, to compare models")
     from .. import api
     from ..search.settings import parse_candidates
 
@@ -84,6 +88,7 @@ def evaluate(
         metadata=metadata,
         detector=detector,
         self_test=not skip_self_test,
+        judge=judge,
         search=search,
         num_candidates=parse_candidates(num_candidates),
         verifier=verifier,
@@ -94,15 +99,28 @@ def evaluate(
         tiny=tiny,
         console=stderr_console(),
     )
-    print_next_steps(*suggest_after_evaluation(benchmark, model, overrides or []))
+    return print_next_steps(*suggest_after_evaluation(benchmark, model, overrides or []))
 
 
 def suggest_after_evaluation(benchmark: str, model: str, overrides: Sequence[str]) -> list[str]:
     """Commands that follow: the report and the export of a run, or the training of a recipe."""
     if Path(model).is_dir():
         return [f"tastemaker report {model}", f"tastemaker export {model} --out {Path(model).name}.safetensors"]
-    trained = f"tastemaker evaluate {benchmark} --model RUN, to compare the trained model"
+    file = "" if benchmark in ("geneval", "playeval", "playeval-motion", "wordeval") else " --metadata FILE"
+    trained = f"tastemaker evaluate {benchmark}{file} --model RUN, to compare the trained model"
     return [f"tastemaker train {shlex.join([model, *overrides])}", trained]
+
+
+@app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker leaderboard evaluations/* --out leaderboard.jsonl")
+def leaderboard(
+    evaluations: Annotated[list[Path], typer.Argument(help="Folders that evaluate wrote, or leaderboard files.")],
+    out: Annotated[Path, typer.Option(help="File for one JSON line per evaluation.")] = Path("leaderboard.jsonl"),
+) -> None:
+    """Compare evaluated models: a table by benchmark and judge, with intervals and differences to the best."""
+    from ..evaluation.leaderboard import make_leaderboard
+
+    make_leaderboard(evaluations, out, stderr_console())
+    print_next_steps(f"tastemaker leaderboard {out} NEW_EVALUATION --out {out}, to add a model")
 
 
 @app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker bench playground --num-prompts 48 --jobs 2")

@@ -16,17 +16,23 @@ from rich.markup import escape
 from ..config.build import build, make_tiny
 from ..config.dump import to_plain
 from ..config.schema import RunConfig
+from ..config.validate import build_component
+from ..config.yaml_io import parse_yaml
 from ..console import ProgressBar, Table, make_console
 from ..core import output_paths
 from ..core.checkpoint_files import read_manifest
 from ..core.objective import Comm
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
+from ..core.reward import BatchSize
 from ..core.safe_files import read_json
 from ..core.types import Placement, PromptBatch
 from ..playground.network_files import TINY
+from ..report.worst_cases import write_worst_cases
+from ..rewards.backbones.dual_encoder import CLIP_L
 from ..rewards.folder_scorer import parse_reward
 from ..rewards.geneval import GenevalReward
+from ..rewards.ocr import OcrEngine, StubOcrEngine
 from ..search.base import RubricVerifier, Search, SearchCost, observe_steps
 from ..search.best_of_n import SingleSample
 from ..search.flops import FlopCosts, format_flops, measure_flop_costs
@@ -36,6 +42,9 @@ from ..training import distributed
 from ..training.device_precision import resolve_locally
 from ..training.run import Run
 from ..training.samples import sampling_policy
+from ..vlm.blip_vqa import BLIP_VQA
+from ..vlm.question_judge import load_question_judge
+from .benchmark_files import PUBLISHED_BENCHMARKS, find_samples, load_published_benchmark
 from .benchmarks import Benchmark, playeval, playeval_motion, wordeval
 from .evaluate import (
     BATCH_SIZE,
@@ -49,6 +58,15 @@ from .evaluate import (
 )
 from .geneval import find_images, geneval, load_geneval_scorer, write_results
 from .playeval import HELD_OUT_DETECTOR, load_playeval_motion_scorer, load_playeval_scorer, load_wordeval_scorer
+from .question_scorers import (
+    CompBenchScorer,
+    DpgScorer,
+    GenEval2Scorer,
+    OcrBenchmarkScorer,
+    QuestionScorer,
+    WiseScorer,
+)
+from .video_quality import DINO, load_video_quality_scorer
 
 BENCHMARKS: dict[str, Callable[[int, int], Benchmark]] = {
     "playeval": playeval,
@@ -60,8 +78,27 @@ SCORERS: dict[str, Callable[[str, torch.device], BenchmarkScorer]] = {
     "playeval-motion": load_playeval_motion_scorer,
     "wordeval": load_wordeval_scorer,
 }
+QUESTION_SCORERS: dict[str, type[QuestionScorer]] = {
+    "geneval2": GenEval2Scorer,
+    "dpg": DpgScorer,
+    "wise": WiseScorer,
+    "t2i-compbench": CompBenchScorer,
+}
+DEFAULT_JUDGES = {"t2i-compbench": BLIP_VQA.hub}
+DEFAULT_JUDGE = "Qwen/Qwen3-VL-8B-Instruct"  # of GenEval 2; the others' own judges are not chat models, or are larger
 DEFAULT_SIZE, GENEVAL_SIZE = (504, 2), (553, 4)  # prompts, samples per prompt
 ProgressNote = Callable[[StageProgress], str]  # text beside the progress bar of the current stage
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """What answers a benchmark's questions: a vision-language model, or the networks of vbench-lite."""
+
+    weights: str = ""  # folder or hub id; by default the one that the benchmark names, or Qwen3-VL-8B
+    batch_size: BatchSize = 8  # questions at once
+    template: str = ""  # wise: a file with the question, in which {prompt} and {explanation} stand
+    subject_weights: str = DINO.hub  # vbench-lite: DINO
+    quality_weights: str = CLIP_L.hub  # vbench-lite: CLIP of CLIP-IQA
 
 
 @dataclass(frozen=True)
@@ -76,17 +113,20 @@ class EvaluationOptions:
     seed: int = 0
     geneval: GenevalReward = GenevalReward()  # detector and rules of GenEval
     save_steps: bool = False  # write the previews of all candidates after every step
+    judge: JudgeSettings = JudgeSettings()  # of benchmarks with questions
 
 
 def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: Path | None = None) -> Benchmark:
     """Return a benchmark by name, with `count` samples for each of its first `prompts` prompts."""
-    known = [*BENCHMARKS, "geneval"]
+    known = [*BENCHMARKS, "geneval", *PUBLISHED_BENCHMARKS]
     if name not in known:
         raise ConfigError(f"evaluate: unknown benchmark '{name:.60}'; expected one of {', '.join(known)} [TM588]")
+    if name in PUBLISHED_BENCHMARKS:
+        return load_published_benchmark(name, prompts, count, metadata)
     if metadata is not None and name != "geneval":
         raise ConfigError(
-            f"--metadata: the benchmark {name} has its own prompts; remove --metadata, which works with geneval only "
-            "[TM589]"
+            f"--metadata: the benchmark {name} has its own prompts; remove --metadata, which works with geneval and "
+            f"{', '.join(PUBLISHED_BENCHMARKS)} [TM589]"
         )
     default = GENEVAL_SIZE if name == "geneval" else DEFAULT_SIZE
     size = default[0] if prompts is None else prompts, default[1] if count is None else count
@@ -100,7 +140,43 @@ def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: 
 
 def default_verifier(benchmark: str) -> str:
     """Return the verifier of a search if none is named: the playground's judge does not know photographs."""
-    return "vlm" if benchmark == "geneval" else "playground_judge"
+    return "vlm" if benchmark == "geneval" or benchmark in PUBLISHED_BENCHMARKS else "playground_judge"
+
+
+def parse_judge(judge: str, benchmark: str) -> JudgeSettings:
+    """Parse --judge: empty for the default, a folder or hub id, or settings such as {template: FILE}."""
+    judged = [*QUESTION_SCORERS, "vbench-lite"]
+    if judge and benchmark not in judged:
+        raise ConfigError(
+            f"--judge: the benchmark {benchmark} asks no questions; remove --judge, which works with "
+            f"{', '.join(judged)} [TM2178]"
+        )
+    if not judge.lstrip().startswith("{"):
+        return JudgeSettings(judge)
+    settings: JudgeSettings = build_component(JudgeSettings, parse_yaml(judge, "--judge"), "--judge")
+    return settings
+
+
+def load_scorer(
+    name: str, detector: str, geneval_spec: GenevalReward, judge: JudgeSettings, placement: Placement, *, tiny: bool
+) -> BenchmarkScorer:
+    """Return the scorer of a benchmark."""
+    exact = replace(placement, dtype=torch.float32)
+    if name == "geneval":
+        return load_geneval_scorer(geneval_spec, exact, tiny=tiny)
+    if name == "ocr":
+        return OcrBenchmarkScorer(StubOcrEngine() if tiny else OcrEngine())
+    if name == "vbench-lite":
+        return load_video_quality_scorer(judge.subject_weights, judge.quality_weights, exact, tiny=tiny)
+    if name not in QUESTION_SCORERS:
+        return SCORERS[name](TINY if tiny else detector, placement.device)
+    weights = TINY if tiny else judge.weights or DEFAULT_JUDGES.get(name, DEFAULT_JUDGE)
+    # A judge of eight billion weights does not need 32 bits, which most GPUs have no room for.
+    precision = torch.bfloat16 if placement.device.type == "cuda" else torch.float32
+    loaded = load_question_judge(
+        weights, replace(placement, dtype=precision), judge.batch_size, blip=name == "t2i-compbench"
+    )
+    return WiseScorer(loaded, judge.template) if name == "wise" else QUESTION_SCORERS[name](loaded)
 
 
 def evaluation_directory(benchmark: str, config: RunConfig, checkpoint: Path | None, search: str) -> Path:
@@ -136,11 +212,7 @@ def evaluate_model(
     check_weights_exist(run, weights)
     check_constant_cost(run, options.search)
     placement = run.engine.placement()
-    scorer: BenchmarkScorer
-    if options.benchmark.name == "geneval":
-        scorer = load_geneval_scorer(options.geneval, replace(placement, dtype=torch.float32), tiny=tiny)
-    else:
-        scorer = SCORERS[options.benchmark.name](TINY if tiny else options.detector, placement.device)
+    scorer = load_scorer(options.benchmark.name, options.detector, options.geneval, options.judge, placement, tiny=tiny)
     model = describe_model(config, checkpoint, options, scorer.detector, tiny=tiny)
     settings = describe_settings(config, checkpoint, options, tiny=tiny)
     sample_fn = build_sample_fn(run, options, weights, out, tiny=tiny)
@@ -221,6 +293,7 @@ def scores_fingerprint(config: RunConfig, checkpoint: Path | None, options: Eval
     settings = (config.model, config.process, config.guidance, config.tuning, config.engine.precision, verifier, tiny)
     inference = config.sample.inference_settings()
     others = (options.geneval, options.detector, *([inference] if inference else []))
+    others += (options.judge,) if options.judge != JudgeSettings() else ()
     identity = f"{(*settings, *others)!r}".encode()
     state = read_manifest(checkpoint).digest.encode() if checkpoint else b""
     return hashlib.sha256(identity + state).hexdigest()[:12]
@@ -230,27 +303,28 @@ def score_folder(
     benchmark: Benchmark,
     images: Path | None,
     spec: GenevalReward,
+    judge: JudgeSettings,
     out: Path | None,
     placement: Placement,
     *,
     tiny: bool,
     console: Console,
 ) -> dict[str, Any]:
-    """Score a folder of images in the layout of GenEval's scripts, on one or several ranks. Resumes if interrupted."""
+    """Score a folder of existing samples, on one or several ranks. Resumes if interrupted."""
     if images is None:
         raise ConfigError(
             "evaluate: no model and no images were given; give a recipe or run directory with --model, or a "
             "folder with --images [TM592]"
         )
-    if benchmark.name != "geneval":
+    if benchmark.name != "geneval" and benchmark.name not in PUBLISHED_BENCHMARKS:
         raise ConfigError(
             f"--images: the benchmark {benchmark.name} generates its own samples; remove --images, which works with "
-            "geneval only [TM593]"
+            f"geneval and {', '.join(PUBLISHED_BENCHMARKS)} [TM593]"
         )
-    out = output_paths.check_output_directory(out or Path("evaluations") / f"geneval-{images.resolve().name}")
-    files = find_images(benchmark, images)
+    out = output_paths.check_output_directory(out or Path("evaluations") / f"{benchmark.name}-{images.resolve().name}")
+    files = find_images(benchmark, images) if benchmark.name == "geneval" else find_samples(benchmark, images)
     comm, initialized = distributed.init_process_group(placement.device)
-    scorer = load_geneval_scorer(spec, placement, tiny=tiny)
+    scorer = load_scorer(benchmark.name, HELD_OUT_DETECTOR, spec, judge, placement, tiny=tiny)
     stats = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     fingerprint = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
     model = f"{images.resolve()}, pictures {fingerprint}, {scorer.detector}"
@@ -281,6 +355,8 @@ def run_stages(
     report: dict[str, Any] = read_json(out / REPORT)
     console.print(report_table(report))
     console.print(f"the report is {out / REPORT}; samples and scores are in the same folder")
+    if workers.rank == 0:
+        console.print(f"the worst samples are in {write_worst_cases(out, report)}", markup=False, soft_wrap=True)
     if benchmark.name == "geneval" and workers.rank == 0:
         console.print(f"{write_results(benchmark, out)} holds the results in the format of GenEval's own evaluation")
     return report
@@ -321,9 +397,24 @@ def report_table(report: dict[str, Any]) -> Table:
     costs += f" and {format_flops(report['flops'])}" if report.get("flops") else ""
     caption.append(f"{costs} per sample")
     title = f"{report['benchmark']}: {report['prompts']} prompts, {report['images']} samples"
-    title += f"\n{escape(summarize_settings(report['settings']))}" if "settings" in report else ""
+    if "settings" in report:
+        settings = summarize_settings(report["settings"])
+        title += f"\n{escape(settings.removesuffix(', no judge') if 'judge' in report else settings)}"
+    if "judge" in report:
+        caption.append(f"judge {escape(str(report['judge']))}")
+    if report.get("unparsed"):
+        caption.append(f"{report['unparsed']} answers of the judge could not be parsed and count as 0")
     table = Table("task", *names, title=title, caption=", ".join(caption))
-    for tag in report["scores"][names[0]]:
-        cells = [report["scores"][name][tag] for name in names]
-        table.add_row(tag, *(f"{c['mean']:.3f} [dim]{c['low']:.3f}-{c['high']:.3f}[/]" for c in cells))
+    for tag in dict.fromkeys(tag for name in names for tag in report["scores"][name]):
+        table.add_row(escape(tag), *(format_interval(report["scores"][name].get(tag)) for name in names))
+    for part, intervals in report.get("parts", {}).items():
+        for tag, interval in intervals.items():
+            table.add_row(escape(f"{part}: {tag}"), format_interval(interval), *[""] * (len(names) - 1))
     return table
+
+
+def format_interval(interval: Mapping[str, float] | None) -> str:
+    """Return a mean with its 95 % interval, or nothing if there is none."""
+    if interval is None:
+        return ""
+    return f"{interval['mean']:.3f} [dim]{interval['low']:.3f}-{interval['high']:.3f}[/]"

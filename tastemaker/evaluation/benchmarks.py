@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -31,6 +32,9 @@ class Benchmark:
     video: bool = False
     image_path: str = "samples/{prompt:05d}/{seed:04d}.png"
     metadata_path: str = ""  # where the metadata of a prompt is written beside its samples, if it is
+    overall: Literal["tags", "prompts"] = "tags"  # unweighted mean over tags, as GenEval's, or over prompts
+    headline: str = ""  # the score that models are compared by, if it is not the first
+    tag_weights: tuple[tuple[str, float], ...] = ()  # of the mean over tags, if they are not equal
 
     def __len__(self) -> int:
         return len(self.prompts)

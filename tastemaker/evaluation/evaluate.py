@@ -48,6 +48,10 @@ class BenchmarkScorer(ABC):
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
         """Return a row of scores for each sample of pixels [B, F, 3, H, W]."""
 
+    def summarize(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return more entries of the report, given the scores of all samples. `scores` is added to the table."""
+        return {}
+
     def features(self, pixels: Tensor) -> Tensor:
         """Return features [B, C] for Frechet distances."""
         raise NotImplementedError(
@@ -282,6 +286,9 @@ def build_report(
     report: dict[str, Any] = {
         "benchmark": benchmark.name,
         "model": model,
+        "headline": benchmark.headline or benchmark.score_names[0],
+        "overall": benchmark.overall,
+        "tag_weights": dict(benchmark.tag_weights),
         **({"settings": dict(settings)} if settings else {}),
         "prompts": len(benchmark),
         "images": len(rows),
@@ -289,17 +296,21 @@ def build_report(
         "scores": _score_tables(benchmark, rows),
         "any": {name: _mean_best_score(rows, name) for name in benchmark.score_names},
     }
+    summary = scorer.summarize(benchmark, rows)
+    report["scores"] |= summary.pop("scores", {})
+    report |= summary
     return report | (_set_metrics(benchmark, scorer, rows, out, batch_size) if scorer.has_real_images else {})
 
 
 def _score_tables(benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, IntervalDict]]:
     """Summarize scores by tag, then by the values of the breakdown keys, then overall."""
-    tables = summarize_scores(rows, benchmark.score_names)
+    weights = dict(benchmark.tag_weights)
+    tables = summarize_scores(rows, benchmark.score_names, benchmark.overall, weights)
     for key in benchmark.breakdown_keys:
         retagged = [{**row, "tag": benchmark.metadata[row["index"]][key]} for row in rows]
         for name, table in summarize_scores(retagged, benchmark.score_names).items():
-            overall = tables[name].pop("overall")
-            tables[name] |= {**table, "overall": overall}
+            overall = tables[name].pop("overall", None)
+            tables[name] |= {**table, **({"overall": overall} if overall else {})}
     return tables
 
 
@@ -307,8 +318,9 @@ def _mean_best_score(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Mean over prompts of the best score among each prompt's samples."""
     best: dict[int, float] = {}
     for row in rows:
-        best[row["index"]] = max(float(row[name]), best.get(row["index"], 0.0))
-    return sum(best.values()) / len(best)
+        if row[name] is not None:
+            best[row["index"]] = max(float(row[name]), best.get(row["index"], 0.0))
+    return sum(best.values()) / max(len(best), 1)
 
 
 def _set_metrics(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,14 +122,30 @@ def _manifold_coverage(points: Tensor, manifold: Tensor, num_neighbors: int, chu
 
 def bootstrap_interval(values: Tensor, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> IntervalDict:
     """Mean of values [P], one per prompt, with the 95 % bootstrap interval over prompts."""
-    return _interval(values.mean(), bootstrap_means(values, draws, seed), len(values))
+    return interval_of_draws(values.mean(), bootstrap_means(values, draws, seed), len(values))
 
 
-def bootstrap_overall(by_tag: Sequence[Tensor], draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> IntervalDict:
-    """Unweighted mean over tags, as GenEval's overall score, with prompts resampled within each tag."""
-    mean = torch.stack([values.mean() for values in by_tag]).mean()
-    means = torch.stack([bootstrap_means(values, draws, seed + i) for i, values in enumerate(by_tag)]).mean(0)
-    return _interval(mean, means, sum(map(len, by_tag)))
+def bootstrap_overall(
+    by_tag: Sequence[Tensor], draws: int = BOOTSTRAP_DRAWS, seed: int = 0, weights: Sequence[float] = ()
+) -> IntervalDict:
+    """Mean over tags, unweighted as GenEval's overall score or with `weights`; prompts are resampled within tags."""
+    tag_means = torch.stack([values.mean() for values in by_tag])
+    means = torch.stack([bootstrap_means(values, draws, seed + i) for i, values in enumerate(by_tag)])
+    count = sum(map(len, by_tag))
+    if not weights:
+        return interval_of_draws(tag_means.mean(), means.mean(0), count)
+    shares = torch.tensor(weights, dtype=means.dtype) / sum(weights)
+    return interval_of_draws((tag_means * shares).sum(), (means * shares[:, None]).sum(0), count)
+
+
+def bootstrap_ratio(sums: Tensor, counts: Tensor, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> IntervalDict:
+    """Mean over all questions, given sums [P] and counts [P] of their scores by prompt; prompts are resampled."""
+    if not bool((counts > 0).all()):
+        raise ValueError("bootstrap_ratio: a prompt has no question; leave out prompts without questions [TM2153]")
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(sums), (draws, len(sums)), generator=generator)
+    ratios = sums[chosen].sum(1) / counts[chosen].sum(1)
+    return interval_of_draws(sums.sum() / counts.sum(), ratios, len(sums))
 
 
 def bootstrap_means(values: Tensor, draws: int, seed: int) -> Tensor:
@@ -138,28 +154,51 @@ def bootstrap_means(values: Tensor, draws: int, seed: int) -> Tensor:
     return values[torch.randint(len(values), (draws, len(values)), generator=generator)].mean(1)
 
 
-def _interval(mean: Tensor, means: Tensor, count: int) -> IntervalDict:
+def interval_of_draws(mean: Tensor, means: Tensor, count: int) -> IntervalDict:
+    """Return a mean with the 95 % interval of bootstrap means [draws] and the number of prompts."""
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
     return {"mean": mean.item(), "low": low, "high": high, "prompts": count}
 
 
 def summarize_scores(
-    rows: Sequence[Mapping[str, Any]], score_names: Sequence[str]
+    rows: Sequence[Mapping[str, Any]],
+    score_names: Sequence[str],
+    overall: Literal["tags", "prompts"] = "tags",
+    tag_weights: Mapping[str, float] | None = None,
 ) -> dict[str, dict[str, IntervalDict]]:
-    """Return the interval of each score for each tag and `overall`.
+    """Return the interval of each score for each tag and `overall`: the mean over tags, or over prompts.
 
-    Samples of one prompt are correlated, so their mean counts as one observation.
+    Samples of one prompt are correlated, so their mean counts as one observation. A score of None does not apply to its
+    sample and is left out.
     """
-    tags = list(dict.fromkeys(row["tag"] for row in rows))
     summary: dict[str, dict[str, IntervalDict]] = {}
     for name in score_names:
-        by_tag = [_mean_by_prompt([row for row in rows if row["tag"] == tag], name) for tag in tags]
+        scored = [row for row in rows if row[name] is not None]
+        tags = list(dict.fromkeys(row["tag"] for row in scored))
+        by_tag = [mean_by_prompt([row for row in scored if row["tag"] == tag], name) for tag in tags]
         summary[name] = {tag: bootstrap_interval(values) for tag, values in zip(tags, by_tag, strict=True)}
-        summary[name]["overall"] = bootstrap_overall(by_tag)
+        weights = [tag_weights[tag] for tag in tags] if tag_weights else []
+        if by_tag:
+            total = bootstrap_interval(torch.cat(by_tag)) if overall == "prompts" else None
+            summary[name]["overall"] = total or bootstrap_overall(by_tag, weights=weights)
     return summary
 
 
-def _mean_by_prompt(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
+def question_intervals(parts: Sequence[tuple[int, str, float]]) -> dict[str, IntervalDict]:
+    """Return the mean score of each part with its interval, given prompt, part and score of every question."""
+    intervals = {}
+    for part in sorted({name for _, name, _ in parts}):
+        by_prompt: dict[int, list[float]] = {}
+        for prompt, name, score in parts:
+            if name == part:
+                by_prompt.setdefault(prompt, []).append(score)
+        sums = torch.tensor([sum(scores) for scores in by_prompt.values()], dtype=torch.float64)
+        counts = torch.tensor([len(scores) for scores in by_prompt.values()])
+        intervals[part] = bootstrap_ratio(sums, counts)
+    return intervals
+
+
+def mean_by_prompt(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
     """Mean score of each prompt's samples: [P]."""
     groups: dict[int, list[float]] = {}
     for row in rows:

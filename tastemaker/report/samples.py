@@ -83,12 +83,12 @@ def read_grid(grid: SampleGrid, count: int) -> list[Sample]:
     except ImageError:
         return []
     return [
-        _make_sample(frames[:, :, top:bottom, left:right], grid.sample_size)
+        make_sample(frames[:, :, top:bottom, left:right], grid.sample_size)
         for left, top, right, bottom in grid.boxes[:count]
     ]
 
 
-def _make_sample(frames: Tensor, size: tuple[int, int] | None = None, verdict: EvaluatedSample | None = None) -> Sample:
+def make_sample(frames: Tensor, size: tuple[int, int] | None = None, verdict: EvaluatedSample | None = None) -> Sample:
     """Make a strip of some frames [F, 3, H, W], reduced to `size` if it is given."""
     picks = torch.linspace(0, len(frames) - 1, min(FRAMES_PER_STRIP, len(frames))).round().long()
     cells = [Image.fromarray(frame) for frame in to_uint8(frames[picks])]
@@ -122,7 +122,7 @@ def _pairs_of_evaluations(record: RunRecord, count: int) -> BeforeAndAfter | Non
             continue
         try:
             first, last = (
-                _make_sample(read_image(row.path), verdict=row) for row in (before[index, seed], after[index, seed])
+                make_sample(read_image(row.path), verdict=row) for row in (before[index, seed], after[index, seed])
             )
         except ImageError:
             continue
@@ -199,7 +199,7 @@ def _pair_card(pair: SamplePair, samples: BeforeAndAfter) -> str:
     figures = _figure(pair.before, "before", samples.first_step, pair.prompt)
     figures += _figure(pair.after, "after", samples.last_step, pair.prompt)
     kind = "clips" if pair.after.num_frames > 1 else "compare"
-    return f'<div class="card pair"><p>{_prompt_label(pair.prompt)}</p><div class="two {kind}">{figures}</div></div>'
+    return f'<div class="card pair"><p>{render_prompt(pair.prompt)}</p><div class="two {kind}">{figures}</div></div>'
 
 
 def _count_verdicts(pairs: Sequence[SamplePair]) -> str:
@@ -223,11 +223,12 @@ def render_filmstrip(record: RunRecord) -> str:
     head = "".join(f'<th scope="col">step {grid.step}</th>' for grid, _ in readable)
     rows = []
     for i, prompt in enumerate(record.sample_grids[-1].prompts[:FILMSTRIP_PROMPTS]):
+        alt = alternative_text(prompt)
         cells = "".join(
-            f"<td>{_image(column[i], f'{_alternative(prompt)}, step {grid.step}') if i < len(column) else ''}</td>"
+            f"<td>{render_image(column[i], f'{alt}, step {grid.step}') if i < len(column) else ''}</td>"
             for grid, column in readable
         )
-        rows.append(f'<tr><th scope="row">{_prompt_label(prompt)}</th>{cells}</tr>')
+        rows.append(f'<tr><th scope="row">{render_prompt(prompt)}</th>{cells}</tr>')
     video_class = " clips" if record.sample_grids[0].frames > 1 else ""
     label = escape(f"Samples of {record.name} during training", quote=True)
     return (
@@ -245,8 +246,8 @@ def _evenly_spaced(grids: Sequence[SampleGrid]) -> list[SampleGrid]:
 def _figure(sample: Sample, when: str, step: int, prompt: str) -> str:
     mark = "" if sample.is_right is None else "right" if sample.is_right else "wrong"
     reasons = f" ({sample.reasons})" if sample.reasons and mark == "wrong" else ""
-    alt = f"{when} training, step {step}: {_alternative(prompt) or 'the empty prompt'}"
-    image = _image(
+    alt = f"{when} training, step {step}: {alternative_text(prompt) or 'the empty prompt'}"
+    image = render_image(
         encode_image(sample.image, MAX_SIDE * sample.num_frames), f"{alt}; {mark}{reasons}" if mark else alt, when
     )
     sign = {"right": "&#10003;", "wrong": "&#10007;"}.get(mark, "")
@@ -256,18 +257,18 @@ def _figure(sample: Sample, when: str, step: int, prompt: str) -> str:
     return f'<figure class="{mark or "unmarked"}">{image}<figcaption>{when}, step {step}{badge}</figcaption></figure>'
 
 
-def _image(image: EmbeddedImage, alt: str, css_class: str = "") -> str:
+def render_image(image: EmbeddedImage, alt: str, css_class: str = "") -> str:
     classes = " ".join(name for name in (css_class, "pixels" if image.is_small else "") if name)
     size = f'width="{image.width}" height="{image.height}"'
     return f'<img class="{classes}" src="{image.source}" alt="{escape(alt, quote=True)}" {size} loading="lazy">'
 
 
-def _alternative(prompt: str) -> str:
+def alternative_text(prompt: str) -> str:
     """Return a prompt as part of the text that stands for an image, of which a page has many."""
     return truncate_text(prompt, MAX_ALTERNATIVE_CHARACTERS)
 
 
-def _prompt_label(prompt: str) -> str:
+def render_prompt(prompt: str) -> str:
     if not prompt:
         return "<i>the empty prompt</i>"
     label = escape(truncate_text(prompt, MAX_LABEL_CHARACTERS), quote=True)

@@ -284,8 +284,8 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
     [
         (["geneval"], "TM592"),
         (["geneval", "--images", "nowhere", "--tiny"], "nowhere"),
-        (["playeval", "--images", "nowhere"], "geneval only"),
-        (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "geneval only"),
+        (["playeval", "--images", "nowhere"], "TM593"),
+        (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "TM589"),
         (["geneval", "--model", "grpo-toy-flow", "--model", "nosuch"], "nosuch"),
     ],
 )
