@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tastemaker.rewards.backbones.qwen2_vl import (
     tiny_qwen_config,
     tiny_qwen_tokenizer,
 )
+from tastemaker.rewards.edit_reward import EditRewardReward
 from tastemaker.rewards.hpsv3 import PIXELS, Hpsv3Reward
 from tastemaker.rewards.video_align import MEANS, STDS, VideoAlignReward, sample_frames
 
@@ -77,7 +79,7 @@ def test_patches_are_those_of_the_processor_of_transformers() -> None:
 
 
 def save_base(folder: Path, reward_tokens: list[str]) -> tuple[str, Any, int]:
-    """Save config.json and tokenizer of a tiny base model; return the folder, the config and its tokens with rewards."""
+    """Save a tiny base model without weights; return its folder, the reward model's config and its tokens."""
     tokenizer = tiny_qwen_tokenizer()
     config = tiny_qwen_config(tokenizer)
     tokens = len(tokenizer) + len(reward_tokens)
@@ -132,22 +134,25 @@ def test_hpsv3_reads_the_hidden_state_of_its_token_with_plain_positions(hpsv3: t
         assert (head(mrope.last_hidden_state[:, place])[:, 0] - scores[:1]).abs() > 1e-4
 
 
-def finite_difference_error(score: Any, pixels: Tensor, step: float = 3e-4) -> float:
-    """Relative difference of the gradient along a direction to a central difference; norms are computed in 32 bits."""
-    direction = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(3)).to(pixels)
+def finite_difference_error(score: Any, pixels: Tensor, step: float = 1e-4) -> float:
+    """Relative difference of the gradient along itself to a central difference; norms are computed in 32 bits."""
     leaf = pixels.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(score(leaf).sum(), leaf)
-    assert (gradient != 0).any()
+    direction = gradient / gradient.abs().max()
     expected = (score(pixels + step * direction).sum() - score(pixels - step * direction).sum()) / (2 * step)
     return float(((gradient * direction).sum() - expected).abs() / expected.abs())
 
 
+@pytest.mark.slow
 def test_gradients_of_pixels_match_finite_differences() -> None:
     image, clip = random(1, 1, 3, 40, 48).double() * 0.5 + 0.25, random(1, 4, 3, 40, 48).double() * 0.5 + 0.25
-    hpsv3 = Hpsv3Reward(weights="tiny").load(DOUBLE)
-    assert finite_difference_error(lambda x: hpsv3.score(x, ["a cat"], [{}]), image) < 2e-3
-    video = VideoAlignReward(weights="tiny").load(DOUBLE)
-    assert finite_difference_error(lambda x: video.score(x, ["a cat"], [{}]), clip) < 2e-3
+    cases = {"hpsv3": (Hpsv3Reward, image), "video_align": (VideoAlignReward, clip), "edit": (EditRewardReward, image)}
+    errors = {}
+    for name, (spec, pixels) in cases.items():
+        scorer = spec(weights="tiny").load(DOUBLE)
+        metadata = [{"image": random(3, 30, 50, seed=2)}]
+        errors[name] = finite_difference_error(partial(scorer.score, prompts=["a cat"], metadata=metadata), pixels)
+    assert max(errors.values()) < 0.01, errors
 
 
 def test_rounding_to_bytes_keeps_the_gradient() -> None:
@@ -225,3 +230,52 @@ def test_video_align_merges_its_adapters_and_normalizes_ratings(tmp_path: Path) 
         scorer.score(clips[:1], ["a cat"], [{"fps": 0}])
     with pytest.raises(ValueError, match="TM2110"):
         VideoAlignReward(ratings=())
+
+
+def test_edit_reward_rates_an_edit_beside_its_source_with_both_heads(tmp_path: Path) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+
+    tokenizer = tiny_qwen_tokenizer()
+    text = tiny_qwen_config(tokenizer).text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
+    image_id, video_id = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+    vision |= {"fullatt_block_indexes": [1], "initializer_range": 0.2}
+    config: Any = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_id, video_token_id=video_id
+    )
+    config.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    config.text_config.vocab_size = len(tokenizer) + 1
+    net = random_network(Qwen2_5_VLModel, config, Placement())
+    heads = [reward_head(32).eval(), reward_head(32).eval()]
+    state = {published_key(key): x.contiguous() for key, x in net.state_dict().items()}
+    for k, head in enumerate(heads):
+        state |= {f"rm_heads.head_{k}.{key}": x for key, x in head.state_dict().items()}
+    (tmp_path / "weights").mkdir()
+    save_file(state, tmp_path / "weights" / "model.safetensors")
+    scorer = EditRewardReward(weights=str(tmp_path / "weights"), base=str(tmp_path / "base")).load(Placement())
+
+    pixels, source = random(2, 1, 3, 40, 48), random(3, 60, 30, seed=5)
+    prompts, metadata = ["make it red", "add a hat"], [{"image": source}, {"image": source.flip(1)[None]}]
+    with torch.no_grad():
+        ratings = scorer.rate(pixels, prompts, metadata)
+        torch.testing.assert_close(scorer.score(pixels, prompts, metadata), ratings.mean(1))
+        tokens = scorer.backbone.tokenizer
+        for k, head in enumerate(heads):  # the reference puts source before edit, with plain positions
+            patches, grids = zip(*(scorer.preprocessing(x[None]) for x in (source, pixels[0, 0])), strict=True)
+            ids = tokens("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n").input_ids
+            for grid in grids:
+                images = "<|image_pad|>" * (grid[1] * grid[2] // 4)
+                ids += tokens(f"<|vision_start|>{images}<|vision_end|>").input_ids
+            template = read_template(f"editreward.dim{k + 1}").replace("{prompt}", prompts[0])
+            ids = torch.tensor(ids + tokens(template + read_template("hpsv3.suffix")).input_ids)[None]
+            embeddings = net.get_input_embeddings()(ids)
+            features = net.visual(torch.cat(patches), grid_thw=torch.tensor(grids)).pooler_output
+            embeddings[ids == image_id] = features
+            place = ids[0].tolist().index(tokens.convert_tokens_to_ids("<|Reward|>"))
+            hidden = net.language_model(inputs_embeds=embeddings).last_hidden_state[:, place]
+            torch.testing.assert_close(ratings[:1, k], head(hidden)[:, 0], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="TM2120"):
+        scorer.score(pixels, prompts, [{}, {}])
+    with pytest.raises(ConfigError, match="TM2121"):
+        EditRewardReward(weights=str(tmp_path / "base")).load(Placement())

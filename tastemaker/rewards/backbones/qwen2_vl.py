@@ -22,7 +22,7 @@ from ...core.registry import ConfigError
 from ...core.safe_files import read_json_object
 from ...core.types import Placement
 from ...models.pretrained import WeightsSource, find_weights
-from .frozen_models import TINY, load_network, random_network, read_config, silence_transformers
+from .frozen_models import load_network, random_network, read_config, silence_transformers
 from .preprocessing import CLIP_MEAN, CLIP_STD
 from .tokenizers import load_tokenizer
 
@@ -70,7 +70,7 @@ class QwenPreprocessing:
     )
 
     def __call__(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-        """Patches [N, 1176] of a clip [T, 3, H, W] in [0, 1], and its grid (time, rows, columns); a still is doubled."""
+        """Patches [N, 1176] of a clip [T, 3, H, W] in [0, 1], and its grid (time, rows, columns); stills are doubled."""
         size = smart_resize(frames.shape[-2], frames.shape[-1], self.min_pixels, self.max_pixels)
         if self.round_to_bytes:
             frames = round_to_bytes(frames)
@@ -117,7 +117,7 @@ class QwenRewardBackbone:
         self.special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
     def fill_template(self, template: str, prompt: str) -> str:
-        """A template with its prompt, from which special tokens are removed: they could pass for an image or a score."""
+        """A template with its prompt, without special tokens in the prompt: they could pass for an image or a score."""
         before = None
         while before != prompt:  # what remains may be a token again
             before = prompt
@@ -193,7 +193,7 @@ def convert_key(key: str) -> str:
 
 
 def merge_lora(tensors: Mapping[str, Tensor], alpha: float, path: Path) -> dict[str, Tensor]:
-    """A PEFT state dict with its adapters added: W + alpha / rank * B A, computed in 32 bits, without PEFT's prefixes."""
+    """A PEFT state dict with its adapters added, W + alpha / rank * B A in 32 bits, and without PEFT's prefixes."""
     merged = {}
     for key, x in tensors.items():
         name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
