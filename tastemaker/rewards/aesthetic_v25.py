@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,8 +87,7 @@ def read_affine_head(path: Path) -> tuple[Tensor, Tensor]:
     require_contents(path, "the aesthetic head V2.5", "`head` of aesthetic_v25")
     tensors = {key.removeprefix("scoring_head."): x.double() for key, x in load_state_dict(path).items()}
     expected = {f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias")}
-    shapes_fit = set(tensors) == expected and _is_chain(tensors)
-    if not shapes_fit:
+    if set(tensors) != expected or not _is_chain(tensors):
         raise ConfigError(
             f"head: {path} holds {sorted(tensors)[:3]}; expected scoring_head.N.weight and .bias of the layers "
             f"{list(LAYERS)} from an embedding to one number, so give {FILE} [TM2132]"
@@ -121,11 +119,11 @@ def load_siglip_vision(weights: str, placement: Placement) -> Any:
     path = find_weights(weights, SIGLIP)
     folder = path if path.is_dir() else path.parent
     model_type = read_config(folder).get("model_type")
-    if not re.fullmatch("siglip(_vision_model)?", str(model_type)):
+    if model_type != "siglip":
         raise ConfigError(
             f"`weights` of aesthetic_v25 is '{weights:.200}', a network of the type {model_type!s:.40}; expected "
             f"{SIGLIP.hub} [TM2133]"
         )
     config = SiglipVisionConfig.from_pretrained(folder, local_files_only=True)
-    tensors = {key: x for key, x in load_state_dict(path).items() if key.startswith(VISION)}
+    tensors = {key.removeprefix(VISION): x for key, x in load_state_dict(path).items() if key.startswith(VISION)}
     return load_network(SiglipVisionModel, config, path, placement, tensors)

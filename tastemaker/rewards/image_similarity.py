@@ -87,7 +87,13 @@ def load_dino(weights: str, placement: Placement) -> Embed:
     import transformers
 
     if weights == TINY:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+        sizes = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
         net = random_network(transformers.Dinov2Model, transformers.Dinov2Config.from_dict(sizes), placement)
         return DinoEncoder(net, 28)
     path = find_weights(weights, DINO if weights == DINO.hub else WeightsSource(weights))
