@@ -58,8 +58,8 @@ class AestheticV25Reward(RewardSpec):
             weight, bias = read_affine_head(Path(self.head).expanduser())
         if len(weight) != width:
             raise ConfigError(
-                f"head: '{self.head:.200}' takes embeddings of width {len(weight)}, but '{self.weights:.200}' has width "
-                f"{width}; use {SIGLIP.hub} [TM2130]"
+                f"head: '{self.head:.200}' takes embeddings of width {len(weight)}, but '{self.weights:.200}' has "
+                f"width {width}; use {SIGLIP.hub} [TM2130]"
             )
         dtype = torch.promote_types(placement.dtype, torch.float32)
         return AestheticV25Scorer(net, weight.to(placement.device, dtype), bias.to(placement.device, dtype))

@@ -21,7 +21,7 @@ from transformers import (
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import PretrainedReward
-from tastemaker.core.types import Placement
+from tastemaker.core.types import Metadata, Placement
 from tastemaker.rewards.aesthetic_v25 import AestheticV25Reward
 from tastemaker.rewards.image_similarity import ClipImageSimilarityReward, DinoEncoder, DinoSimilarityReward
 
@@ -68,7 +68,8 @@ def test_similarity_is_one_for_the_reference_and_the_mean_over_several(
         singles = [scorer.score(pixels[1:], [""], [{"image": image}]).item() for image in (pixels[0], other[None])]
         assert mean == pytest.approx(sum(singles) / 2, abs=1e-5)
         assert max(singles) < 0.999
-        for metadata in ({}, {"image": 3}, {"image": [other, None]}, {"image": []}):
+        wrong: list[Metadata] = [{}, {"image": 3}, {"image": [other, None]}, {"image": []}]
+        for metadata in wrong:
             with pytest.raises(ValueError, match="TM2120"):
                 scorer.score(pixels[1:], [""], [metadata])
 
@@ -106,7 +107,7 @@ def test_aesthetic_v25_computes_the_layers_of_its_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = SIZES | {"intermediate_size": 64}
     text = sizes | {"vocab_size": 20, "max_position_embeddings": 8, "projection_size": 32}
-    net = SiglipModel(SiglipConfig(vision_config={**sizes, "image_size": 112}, text_config=text))
+    net: Any = SiglipModel(SiglipConfig(vision_config={**sizes, "image_size": 112}, text_config=text))
     weights = save(net, tmp_path / "siglip")
     head = nn.Sequential(*(nn.Linear(*sizes) for sizes in ((32, 64), (64, 16), (16, 8), (8, 4), (4, 1))))
     state = {

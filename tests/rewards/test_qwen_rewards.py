@@ -223,7 +223,7 @@ def test_video_align_merges_its_adapters_and_normalizes_ratings(tmp_path: Path) 
         torch.testing.assert_close(single.score(clips, ["a cat", "a dog"], metadata), ratings[:, k])
     torch.testing.assert_close(scorer.score(clips, ["a cat", "a dog"], metadata), ratings.sum(1))
     assert (ratings[:, 0] - ratings[:, 1]).abs().min() > 1e-4
-    scorer.rater.head.weight.data.zero_()
+    scorer.rater.head.requires_grad_(False).get_parameter("weight").zero_()
     expected = torch.tensor([-m / s for m, s in zip(MEANS, STDS, strict=True)])
     torch.testing.assert_close(scorer.rate(clips[:1], ["a cat"], [{}])[0], expected)
     with pytest.raises(ValueError, match="TM2111"):
@@ -238,7 +238,13 @@ def test_edit_reward_rates_an_edit_beside_its_source_with_both_heads(tmp_path: P
     tokenizer = tiny_qwen_tokenizer()
     text = tiny_qwen_config(tokenizer).text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
     image_id, video_id = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
-    vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+    }
     vision |= {"fullatt_block_indexes": [1], "initializer_range": 0.2}
     config: Any = Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, image_token_id=image_id, video_token_id=video_id

@@ -70,7 +70,7 @@ class QwenPreprocessing:
     )
 
     def __call__(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-        """Patches [N, 1176] of a clip [T, 3, H, W] in [0, 1], and its grid (time, rows, columns); stills are doubled."""
+        """Patches [N, 1176] of a clip [T, 3, H, W] in [0, 1], and its grid (time, rows, columns); stills double."""
         size = smart_resize(frames.shape[-2], frames.shape[-1], self.min_pixels, self.max_pixels)
         if self.round_to_bytes:
             frames = round_to_bytes(frames)
