@@ -57,7 +57,8 @@ def tiny(name: str) -> Rubric:
 def all_metadata(frames: int, height: int, width: int) -> Metadata:
     """Every metadata key that some reward requires."""
     image = random(frames, 3, height, width)
-    return {"target": image, "text": "exit", "include": [{"class": "dog", "count": 1}], "tag": "single_object"}
+    edit = {"target": image, "image": image}
+    return {**edit, "text": "exit", "include": [{"class": "dog", "count": 1}], "tag": "single_object"}
 
 
 PROMPTS = {

@@ -18,6 +18,8 @@ CONTENTS = {
     "open_clip_model.safetensors": "a CLIP of open_clip",
     "open_clip_pytorch_model.safetensors": "a CLIP of open_clip",
     "open_clip_pytorch_model.bin": "a CLIP of open_clip",
+    "HPSv3.safetensors": "HPSv3",
+    "aesthetic_predictor_v2_5.pth": "the aesthetic head V2.5",
     "ImageReward.pt": "ImageReward",
     "aesthetic-model.pth": "the aesthetic head",
     "sac+logos+ava1-l14-linearMSE.pth": "the aesthetic head",
