@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from ..core.interruption import POLL_SECONDS, StopRequest, current_stop
-from .client import RETRIED_STATUSES, RewardClient, RewardServiceError, AnswerTimeoutError, TemporaryError
+from .client import RETRIED_STATUSES, AnswerTimeoutError, RewardClient, RewardServiceError, TemporaryError
 
 _jitter = random.SystemRandom()
 MILLION = 1e6  # tokens that a price is for
@@ -87,16 +87,12 @@ class ChatClient(RewardClient):
         """
         path = path if urlsplit(self.url).path.strip("/") else f"/v1{path}"
         try:
-            response = self._request_once(path, "application/json" if body else "", body, stop)
+            response = self.request_once(path, "application/json" if body else "", body, stop)
         except AnswerTimeoutError as error:
             raise TemporaryError(f"no complete answer within {self.timeout:g} seconds") from error
         if not isinstance(response.get(field), list):
             raise TemporaryError(f"the answer has no {field}: {self._describe(response, b'')}")
         return response
-
-    def choose_delay(self, attempts: int, retry_after: float) -> float:
-        """Seconds before the next attempt: exponential with jitter, at least what the server asks for."""
-        return self._choose_delay(attempts, retry_after)
 
     def _parse_response(self, status: int, body: bytes, retry_after: float) -> dict[str, Any]:
         try:
