@@ -103,7 +103,7 @@ REWARDS = Registry(
         "l1": "tastemaker.rewards.target_image:L1Reward",
         "lpips": "tastemaker.rewards.target_image:LpipsReward",
         "dino_similarity": "tastemaker.rewards.image_similarity:DinoSimilarityReward",
-        "clip_image_similarity": "tastemaker.rewards.image_similarity:ClipImageSimilarityReward",
+        "clip_i": "tastemaker.rewards.image_similarity:ClipImageSimilarityReward",
         "discriminator": "tastemaker.rewards.discriminator:DiscriminatorReward",
         "aesthetic": "tastemaker.rewards.clip_heads:AestheticReward",
         "aesthetic_v25": "tastemaker.rewards.aesthetic_v25:AestheticV25Reward",

@@ -23,7 +23,7 @@ from ..config.schema import EngineConfig, RunConfig
 from ..core.objective import Context, SingleProcess
 from ..core.policy import Policy
 from ..core.randomness import Randomness
-from ..core.reward import Rubric, Scores, WeightedReward
+from ..core.reward import PendingScores, Rubric, Scores, WeightedReward
 from ..core.types import (
     ImageBatch,
     JointBatch,
@@ -289,11 +289,12 @@ class FakeRubric(Rubric):
     def parameters(self) -> list[nn.Parameter]:
         return [] if self.tower is None else list(self.tower.parameters())
 
-    def score_each(
-        self, pixels: Tensor, several: Sequence[Prompts], metadata: Sequence[Metadata] = (), group_size: int = 1
-    ) -> list[Scores]:
+    def start(
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata] = (), group_size: int = 1
+    ) -> PendingScores:
         score = self._score(pixels)
-        return [Scores(score, dict.fromkeys(self.rewards, score))] * len(several)
+        scores = Scores(score, dict.fromkeys(self.rewards, score))
+        return PendingScores((), len(prompt_sets), {}, {}, lambda rewards: scores)
 
     def _score(self, pixels: Tensor) -> Tensor:
         if not self.config.objective.needs_gradient:

@@ -35,6 +35,7 @@ from .color import BrightnessReward
 from .judge_answers import AnswerError, JudgeAnswer
 from .judge_templates import JudgeTemplate, Question, fill_placeholders, load_template
 
+DEFAULT_TEMPLATE, DEFAULT_RANGE = "unifiedreward_point", "0 to 1"  # `tastemaker list` reads them without an import
 TINY = "http://tiny"  # computed in this process
 RECENT_ANSWERS = 200  # of which the share of bad ones is limited
 MIN_ANSWERS = 20  # before the share counts
@@ -55,7 +56,7 @@ class OpenaiJudgeReward(RewardSpec):
 
     urls: tuple[str, ...] = ("http://127.0.0.1:8000",)  # several share the load; a base URL such as .../v1 is fine
     model: str = ""  # name on the server; by default the only one that it serves
-    template: str = "unifiedreward_point"
+    template: str = DEFAULT_TEMPLATE
     api_key_env: str = ""  # name of the environment variable that holds the API key
     concurrency: PositiveInt = 8  # requests under way at the same time
     timeout: PositiveFloat = 180.0  # seconds for a whole answer
@@ -106,16 +107,17 @@ class OpenaiJudgeReward(RewardSpec):
 
     @property
     def modality(self) -> Modality:
-        return self.judge_template.modality
+        return "image" if self.template == DEFAULT_TEMPLATE else self.judge_template.modality
 
     @property
     def compares_pairs(self) -> bool:
-        return self.judge_template.pairwise
+        return self.template != DEFAULT_TEMPLATE and self.judge_template.pairwise
 
     @property
     def card(self) -> RewardCard:
         failure_modes = "the prompt or praise written into the image, collages; edits that change almost nothing"
-        return RewardCard(range=self.judge_template.range, failure_modes=failure_modes, memory="the server's")
+        values = DEFAULT_RANGE if self.template == DEFAULT_TEMPLATE else self.judge_template.range
+        return RewardCard(range=values, failure_modes=failure_modes, memory="the server's")
 
     def tiny(self) -> Self:
         return replace(self, urls=(TINY,), api_key_env="", cache=None)

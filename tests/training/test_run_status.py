@@ -31,7 +31,7 @@ def test_run_writes_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*args: object, **kwargs: object) -> None:
         raise RewardError("the detector does not answer [TM1]")
 
-    monkeypatch.setattr("tastemaker.core.reward.Rubric.score", fail)
+    monkeypatch.setattr("tastemaker.core.reward.Rubric.start", fail)
     with pytest.raises(RewardError):
         run("bad", 2)
     status = read_status(tmp_path / "bad")
