@@ -35,7 +35,8 @@ from .color import BrightnessReward
 from .judge_answers import AnswerError, JudgeAnswer
 from .judge_templates import JudgeTemplate, Question, fill_placeholders, load_template
 
-DEFAULT_TEMPLATE, DEFAULT_RANGE = "unifiedreward_point", "0 to 1"  # `tastemaker list` reads them without an import
+DEFAULT_TEMPLATE = "unifiedreward_point"
+DEFAULT_RANGE = "0 to 1"  # of the default template: `tastemaker list` reads it without importing templates
 TINY = "http://tiny"  # computed in this process
 RECENT_ANSWERS = 200  # of which the share of bad ones is limited
 MIN_ANSWERS = 20  # before the share counts

@@ -39,7 +39,8 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
-from tastemaker.rewards.openai_judge import OpenaiJudgeReward, sample_frames
+from tastemaker.rewards.judge_templates import load_template
+from tastemaker.rewards.openai_judge import DEFAULT_RANGE, DEFAULT_TEMPLATE, OpenaiJudgeReward, sample_frames
 from tastemaker.training import checkpoint
 from tastemaker.training.events import CheckpointSaved, StepCompleted
 from tastemaker.training.loop import train
@@ -75,6 +76,11 @@ def score(
 ) -> Tensor:
     rubric = Rubric({"judge": WeightedReward(spec, spec.load(Placement()))})
     return rubric.score(pixels, prompts, metadata).total
+
+
+def test_listed_defaults_are_those_of_the_default_template() -> None:
+    template = load_template(DEFAULT_TEMPLATE)
+    assert (template.range, template.modality, template.pairwise) == (DEFAULT_RANGE, "image", False)
 
 
 def test_scores_belong_to_their_samples_within_the_concurrency_limit(stub: JudgeStub, url: str) -> None:
