@@ -67,6 +67,7 @@ class ReplicaClient:
                 first = self.replicas[0].client
                 last_retry = now + first.retry_budget if last_retry is None else last_retry
                 if attempts > first.max_retries * len(self.replicas) or now >= last_retry:
+                    self._forget_failures()
                     raise no_answer(self.url, attempts, error) from error
                 stop.wait(min(self._seconds_to_wait(late), last_retry - now))
 
@@ -114,6 +115,12 @@ class ReplicaClient:
             self._next = (self.replicas.index(chosen) + 1) % count
             chosen.in_flight += 1
             return chosen
+
+    def _forget_failures(self) -> None:
+        """Start anew with short delays after a request was given up: the next one has a budget of its own."""
+        with self._lock:
+            for replica in self.replicas:
+                replica.failures = 0
 
     def _seconds_to_wait(self, late: Sequence[Replica]) -> float:
         """Seconds until some replica may be asked again."""

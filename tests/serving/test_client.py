@@ -19,6 +19,7 @@ from tastemaker.core.interruption import Interrupted, handle_signals
 from tastemaker.core.reward import RewardError
 from tastemaker.serving import client as module
 from tastemaker.serving.client import RewardClient, parse_retry_after
+from tastemaker.serving.replicas import ReplicaClient
 
 Answer = Callable[[socket.socket], None]
 
@@ -120,6 +121,18 @@ def test_retries_end_with_their_number_or_their_budget() -> None:
         with pytest.raises(RewardError, match=r"TM727"):
             RewardClient(url, max_retries=10**6, retry_delay=0.05, retry_budget=0.3).request("/score")
         assert 5 < len(times) < 30
+
+
+def test_each_request_has_its_own_delays() -> None:
+    """A server that fails for ever costs each request the same: the delays of earlier requests do not add up."""
+    with serve(reply(503)) as (url, times):
+        client = ReplicaClient([RewardClient(url, max_retries=3, retry_delay=0.02, retry_budget=2.0)])
+        for _ in range(4):
+            with pytest.raises(RewardError, match="TM727"):
+                client.request("/score")
+    assert len(times) == 16
+    # Within a request at most 0.02 + 0.04 + 0.08 s, before the next one at most 0.16 s.
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 1.0
 
 
 def test_retry_after_is_honored_within_the_budget() -> None:
