@@ -144,6 +144,6 @@ def main(arguments: list[str] | None = None) -> None:
         explanation = explain_error(error)
         if explanation is None:
             raise
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # once on each machine
             stderr_console().print(f"[red]error:[/] {escape(explanation[0])}", highlight=False, soft_wrap=True)
         sys.exit(explanation[1])

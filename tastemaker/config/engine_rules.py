@@ -66,4 +66,16 @@ def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
     )
 
 
-ENGINE_RULES = (check_hsdp_replicas, check_context_parallel, check_cuda_graphs, check_cpu_offload)
+def check_asynchronous_checkpoints(config: AnyConfig, world_size: int) -> str | None:
+    if not config.checkpoint.asynchronous or isinstance(config, RunConfig):
+        return None
+    return "checkpoint.asynchronous: only generators save while they train; remove it [TM2601]"
+
+
+ENGINE_RULES = (
+    check_hsdp_replicas,
+    check_context_parallel,
+    check_cuda_graphs,
+    check_cpu_offload,
+    check_asynchronous_checkpoints,
+)

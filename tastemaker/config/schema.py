@@ -73,6 +73,7 @@ class CheckpointConfig:
     every: PositiveInt = 100  # steps; the last step is always saved
     keep_last: NonNegativeInt = 2  # number of checkpoints; 0: all
     format: Literal["consolidated", "sharded"] = "consolidated"
+    asynchronous: bool = False  # write in a thread while training goes on; needs host memory for a copy of all tensors
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ This module imports the standard library only, so that the command line can reco
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 
@@ -53,6 +54,12 @@ def explain_error(error: BaseException) -> str | None:
             "checkpoint or offload, set engine.param_dtype or engine.precision to bf16, or shard over more GPUs "
             "with engine.strategy=fsdp [TM813]"
         )
+    if is_lost_connection(error):
+        return (
+            f"rank {os.environ.get('RANK', '0')} lost the connection to another rank "
+            f"({str(error).splitlines()[0]:.200}); look for the first error of the other ranks, then run the same "
+            "command again to resume from the last checkpoint. torchrun --max-restarts does so by itself [TM2600]"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" while writing {error.filename}" if error.filename else ""
         return (
@@ -65,3 +72,12 @@ def explain_error(error: BaseException) -> str | None:
             "another output folder [TM1250]"
         )
     return None
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank ended or could not be reached in time."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, distributed.DistBackendError):  # NCCL
+        return True
+    # Gloo raises plain runtime errors.
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error)

@@ -12,7 +12,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +42,7 @@ from ..core.checkpoint_files import (
     write_synced,
 )
 from ..core.errors import CheckpointError, DamagedCheckpointError, explain_error
+from ..core.objective import Comm
 from ..core.weights import Weights
 from ..models.weight_files import SCALE_SUFFIX, read_weights
 from . import distributed
@@ -54,7 +56,7 @@ from .safetensors_io import (
     open_writer,
 )
 
-__all__ = ["CheckpointError", "initialize_weights", "latest_checkpoint", "load", "save"]
+__all__ = ["CheckpointError", "initialize_weights", "latest_checkpoint", "load", "save", "stage", "write"]
 
 BEST = "best"  # a link to the checkpoint with the highest held-out score
 TensorGroups = dict[str, dict[str, Tensor]]
@@ -104,14 +106,41 @@ def save(
 
     `extra` is written as JSON: tuples come back as lists, and keys as strings. The `best` checkpoint is never pruned.
     """
-    target = checkpoint_path(directory, step)
-    partial = partial_path(target)
-    groups = _tensor_groups(engine, weights)
-    json.dumps(dict(extra))  # fail now, on all ranks alike, if JSON cannot represent it
-    _raise_on_all_ranks(engine, _create_directories(partial, groups) if engine.comm.rank == 0 else None, partial)
-    checksums, error = _write_groups(partial, groups, engine, config.format)
-    _raise_on_all_ranks(engine, error, partial)
-    all_checksums = dict(engine.comm.gather_objects(list(checksums.items())))
+    return write(stage(directory, step, engine, weights, extra, config, best=best), engine.comm)
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A file that this rank takes part in writing."""
+
+    name: str
+    headers: Mapping[str, TensorHeader]
+    values: Iterable[Tensor]  # in the order of the headers; collectives, if they are still on the devices
+    writes: bool  # False: this rank only takes part in gathering the values
+
+
+@dataclass(frozen=True)
+class StagedCheckpoint:
+    """What is written to a checkpoint, and where."""
+
+    target: Path
+    files: Sequence[StagedFile]
+    state: Mapping[str, Any]  # of state.json
+    keep_last: int
+    best: bool
+
+
+def stage(
+    directory: Path,
+    step: int,
+    engine: Engine,
+    weights: Weights,
+    extra: Mapping[str, Any],
+    config: CheckpointConfig,
+    *,
+    best: bool,
+) -> StagedCheckpoint:
+    """Return what `write` will write: the tensors as they are then, everything else as it is now."""
     state = {
         "format": FORMAT,
         "step": step,
@@ -122,9 +151,32 @@ def save(
         "scaler": engine.scaler.state_dict() if engine.scaler else None,
         "extra": dict(extra),
     }
-    if engine.comm.rank == 0:
-        error = _publish_and_prune(partial, target, state, all_checksums, config.keep_last, best=best)
-    _raise_on_all_ranks(engine, error, partial)
+    frozen = json.loads(json.dumps(state))  # fails now, on all ranks alike, if JSON cannot represent it
+    files = [_stage_file(group, x, engine, config.format) for group, x in _tensor_groups(engine, weights).items()]
+    return StagedCheckpoint(checkpoint_path(directory, step), files, frozen, config.keep_last, best)
+
+
+def _stage_file(group: str, tensors: Mapping[str, Tensor], engine: Engine, file_format: str) -> StagedFile:
+    index, count, saves_shard = engine.shard_info
+    if file_format == "consolidated":
+        headers = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
+        values = (distributed.full_tensor(x) for x in tensors.values())
+        return StagedFile(f"{group}.safetensors", headers, values, engine.comm.rank == 0)
+    local = {key: distributed.local_shard(x) for key, x in tensors.items() if index == 0 or distributed.is_sharded(x)}
+    headers = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in local.items()}
+    return StagedFile(f"{group}/{index:05d}-of-{count:05d}.safetensors", headers, local.values(), saves_shard)
+
+
+def write(staged: StagedCheckpoint, comm: Comm) -> Path:
+    """Write a checkpoint and return its directory. Every rank must call this, with the same ranks in `comm`."""
+    target, partial = staged.target, partial_path(staged.target)
+    _raise_on_all_ranks(comm, _create_directories(partial, staged.files) if comm.rank == 0 else None, partial)
+    checksums, error = _write_files(partial, staged.files)
+    _raise_on_all_ranks(comm, error, partial)
+    all_checksums = dict(comm.gather_objects(list(checksums.items())))
+    if comm.rank == 0:
+        error = _publish_and_prune(partial, target, staged.state, all_checksums, staged.keep_last, best=staged.best)
+    _raise_on_all_ranks(comm, error, partial)
     return target
 
 
@@ -134,11 +186,11 @@ def _tensor_groups(engine: Engine, weights: Weights) -> TensorGroups:
     return {"weights": dict(weights.trainable()), **snapshots, "optimizer": engine.optimizer.state_dict()}
 
 
-def _create_directories(partial: Path, groups: TensorGroups) -> OSError | None:
+def _create_directories(partial: Path, files: Sequence[StagedFile]) -> OSError | None:
     try:
         remove_partial(partial.parent)
-        for group in groups:
-            (partial / group).parent.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (partial / file.name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return error
     return None
@@ -163,12 +215,12 @@ def _publish_and_prune(
     return None
 
 
-def _raise_on_all_ranks(engine: Engine, error: OSError | None, partial: Path) -> None:
+def _raise_on_all_ranks(comm: Comm, error: OSError | None, partial: Path) -> None:
     """Raise on all ranks if one failed, and remove the partial checkpoint. Older checkpoints are not touched."""
-    messages = engine.comm.gather_objects([] if error is None else [_error_message(error, partial)])
+    messages = comm.gather_objects([] if error is None else [_error_message(error, partial)])
     if not messages:
         return
-    if engine.comm.rank == 0:
+    if comm.rank == 0:
         remove_directory(partial)
     raise CheckpointError(messages[0])
 
@@ -178,28 +230,15 @@ def _error_message(error: OSError, partial: Path) -> str:
     return f"no checkpoint was saved, but older ones are unchanged: {cause} [TM828]"
 
 
-def _write_groups(
-    partial: Path, groups: TensorGroups, engine: Engine, file_format: str
-) -> tuple[dict[str, FileChecksum], OSError | None]:
+def _write_files(partial: Path, files: Sequence[StagedFile]) -> tuple[dict[str, FileChecksum], OSError | None]:
     """Write this rank's files; return their checksums, and the error if one could not be written."""
     checksums: dict[str, FileChecksum] = {}
     failure: OSError | None = None
-    index, count, saves_shard = engine.shard_info
-    for group, tensors in groups.items():
-        if file_format == "consolidated":
-            name, values = f"{group}.safetensors", (distributed.full_tensor(x) for x in tensors.values())
-            headers = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
-            writes = engine.comm.rank == 0
-        else:
-            local = {
-                key: distributed.local_shard(x) for key, x in tensors.items() if index == 0 or distributed.is_sharded(x)
-            }
-            name, values = f"{group}/{index:05d}-of-{count:05d}.safetensors", (x for x in local.values())
-            headers = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in local.items()}
-            writes = saves_shard
+    for file in files:
         try:
-            if checksum := _write_file(partial / name, headers, values, writes=writes and failure is None):
-                checksums[name] = checksum
+            writes = file.writes and failure is None
+            if checksum := _write_file(partial / file.name, file.headers, iter(file.values), writes=writes):
+                checksums[file.name] = checksum
         except OSError as error:
             failure = error
     return checksums, failure

@@ -19,7 +19,8 @@ from ..core.errors import TrainingError
 from ..core.objective import Comm, SingleProcess
 
 BUCKET_ELEMENTS = 1 << 25  # gradient elements in one all-reduce
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_VARIABLE = "TASTEMAKER_COLLECTIVE_SECONDS"
+COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for another one gives up
 RENDEZVOUS_VARIABLE = "TASTEMAKER_RENDEZVOUS_SECONDS"
 RENDEZVOUS_SECONDS = 600.0  # all ranks have to join within this time
 
@@ -110,7 +111,8 @@ def init_process_group(device: torch.device, *, always: bool = False) -> tuple[C
         seconds = float(os.environ.get(RENDEZVOUS_VARIABLE, RENDEZVOUS_SECONDS))
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device_id, **one_rank)
-            dist.group.WORLD.set_timeout(COLLECTIVE_TIMEOUT)  # type: ignore[union-attr]
+            patience = float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE_SECONDS))
+            dist.group.WORLD.set_timeout(timedelta(seconds=patience))  # type: ignore[union-attr]
         except (dist.DistError, RuntimeError) as error:
             raise TrainingError(
                 f"rank {get_rank()} of {os.environ.get('WORLD_SIZE', '1')} could not join the other ranks: "
@@ -118,6 +120,14 @@ def init_process_group(device: torch.device, *, always: bool = False) -> tuple[C
                 f"more than {seconds:.0f} s apart, set {RENDEZVOUS_VARIABLE} to a longer time [TM1640]"
             ) from error
     return DistributedComm(dist.get_rank(), dist.get_world_size(), device), started
+
+
+def separate_comm(comm: CollectiveComm) -> Comm:
+    """Return a communicator of the same ranks for another thread, on the CPU. Every rank must call this."""
+    if not isinstance(comm, DistributedComm):
+        return comm
+    group = dist.new_group(backend="gloo")
+    return DistributedComm(comm.rank, comm.world_size, torch.device("cpu"), group)
 
 
 def destroy_process_group() -> None:

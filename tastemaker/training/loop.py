@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..core.checkpoint_files import checkpoint_step
 from ..core.interruption import Interrupted, StopRequest, handle_signals
 from ..core.objective import Context, NoState
 from ..core.randomness import Purpose, Randomness
@@ -52,6 +53,7 @@ def train(run: Run) -> Iterator[Event]:
                 checkpoint_due = is_due(done, run.checkpoint.every, run.steps)
                 last = done == run.steps
                 yield from metrics.push(launched, wait=sample_due or guard_due or checkpoint_due or last)
+                yield from report_saved(run.checkpoint_writer.poll())
                 if run.engine.comm.any(stop_requested.is_set()):
                     stop_reason = interruption_reason(done)
                     yield from metrics.flush()
@@ -62,17 +64,19 @@ def train(run: Run) -> Iterator[Event]:
                     yield check
                     stop_reason = guard_stop_reason(run, check) or stop_reason
                 if checkpoint_due or stop_reason or run.guard_history.best_step == done:
-                    yield CheckpointSaved(done, run.save(done))
+                    yield from save_checkpoint(run, done, wait=last or bool(stop_reason))
                     saved = done
                 if stop_reason and not last:
                     yield TrainingFinished(done, stop_reason)
                     return
     except Interrupted as error:
         yield from metrics.flush()
+        yield from report_saved(run.finish_saving())
         yield from save_after_interruption(run, error, done, saved)
         return
     except Exception as error:
         yield from metrics.flush()  # raises if the step before failed, which is then the cause
+        yield from report_saved(run.finish_saving())
         yield from save_after_failure(run, error, done, saved)
         raise
     yield TrainingFinished(run.steps, f"all {run.steps} steps done")
@@ -150,6 +154,21 @@ def phase_timings(seconds: Mapping[str, float], *, samples: bool) -> dict[str, f
     timings = {"time/rollout" if samples else "time/data": seconds["collect"] - seconds.get("reward", 0.0)}
     timings |= {f"time/{name}": seconds[name] for name in ("reward", "reward_wait") if name in seconds}
     return {**timings, "time/update": seconds["update"]}
+
+
+def save_checkpoint(run: Run, step: int, *, wait: bool) -> Iterator[Event]:
+    """Save a checkpoint; with `checkpoint.asynchronous` only start to, unless it has to be complete at once."""
+    yield from report_saved(run.finish_saving())
+    if run.checkpoint.asynchronous and not wait:
+        run.start_saving(step)
+    else:
+        yield CheckpointSaved(step, run.save(step))
+
+
+def report_saved(path: Path | None) -> Iterator[Event]:
+    """Yield the event of a checkpoint that a thread has completed."""
+    if path is not None:
+        yield CheckpointSaved(checkpoint_step(path) or 0, path)
 
 
 class SavableRun(Protocol):

@@ -22,6 +22,7 @@ from ..core.types import ImageBatch, PromptBatch
 from ..data.dataset import Dataset
 from ..data.image_io import resize_area
 from . import checkpoint, distributed
+from .async_checkpoint import AsyncCheckpointWriter
 from .drift_statistics import GuardHistory
 from .engine import Engine
 
@@ -68,12 +69,15 @@ class Run:
     step_complete: bool = field(init=False, default=True)  # False while a step updates the weights
     objective_state: ObjectiveState = field(init=False)
     guard_history: GuardHistory = field(init=False)
+    checkpoint_writer: AsyncCheckpointWriter = field(init=False)
 
     def __post_init__(self) -> None:
         held_out = [name for name, reward in self.rubric.pointwise().rewards.items() if not reward.weight]
         self.guard_history = GuardHistory(held_out, self.guard.patience)
         self.objective_state = self.objective.make_state()
         self.engine.prepare(self.policy.weights)
+        comm = distributed.separate_comm(self.engine.comm) if self.checkpoint.asynchronous else self.engine.comm
+        self.checkpoint_writer = AsyncCheckpointWriter(comm)
 
     def context(self, step: int, samples: int) -> Context[Any]:
         """Return what an objective needs in a step with `samples` samples on this rank.
@@ -108,11 +112,27 @@ class Run:
 
     def save(self, step: int) -> Path:
         """Write a checkpoint of the first `step` steps and return its directory. Every rank must call this."""
+        self.finish_saving()
+        return checkpoint.write(self._stage_checkpoint(step), self.engine.comm)
+
+    def start_saving(self, step: int) -> None:
+        """Start to write a checkpoint of the first `step` steps in a thread. Every rank must call this.
+
+        `finish_saving` waits for it.
+        """
+        self.finish_saving()
+        self.checkpoint_writer.start(self._stage_checkpoint(step))
+
+    def finish_saving(self) -> Path | None:
+        """Wait for a checkpoint that is being written and return its directory."""
+        return self.checkpoint_writer.finish()
+
+    def _stage_checkpoint(self, step: int) -> checkpoint.StagedCheckpoint:
         states = {"memory": self.objective_state.state_dict(), "guard": self.guard_history.state_dict()}
         extra = {**self.checkpoint_metadata, "step": step, "seed": self.seed, **states}
         best = self.guard_history.best_step == step
         weights = self.policy.weights
-        return checkpoint.save(self.directory, step, self.engine, weights, extra, self.checkpoint, best=best)
+        return checkpoint.stage(self.directory, step, self.engine, weights, extra, self.checkpoint, best=best)
 
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, objective and guard state from a checkpoint."""
