@@ -30,6 +30,9 @@ class VirtualLink:
         self.files = [open_interface(name) for name in names]
         self.delay, self.cut, self.stopped = delay, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._forward, daemon=True)
+
+    def start(self) -> None:
+        """Forward packets; both interfaces must be up."""
         self.thread.start()
 
     def _forward(self) -> None:
@@ -50,7 +53,8 @@ class VirtualLink:
 
     def close(self) -> None:
         self.stopped.set()
-        self.thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
         for file in self.files:
             os.close(file)
 
@@ -141,8 +145,9 @@ def two_machines(delay: float = 0.0) -> Iterator[tuple[Machine, Machine, Virtual
     try:
         for machine in machines:
             machine.set_up()
+        link.start()
         yield *machines, link
     finally:
+        link.close()
         for machine in machines:
             machine.tear_down()
-        link.close()

@@ -32,7 +32,8 @@ def machines() -> Iterator[Machines]:
 
 
 def train(directory: Path, steps: int, *settings: str) -> tuple[str, ...]:
-    return ("train", RECIPE, f"output_dir={directory}", f"steps={steps}", *SETTINGS, *settings)
+    place = (f"output_dir={directory.parent}", f"name={directory.name}")
+    return ("train", RECIPE, *place, f"steps={steps}", *SETTINGS, *settings)
 
 
 def finish_both(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[str]:
@@ -68,16 +69,16 @@ def test_hsdp_on_two_machines_equals_one_rank(machines: Machines, tmp_path: Path
 @pytest.mark.parametrize("cause", ["killed", pytest.param("cut off", marks=pytest.mark.long)])
 def test_run_ends_with_a_message_when_the_other_machine_is_lost(cause: str, machines: Machines, tmp_path: Path) -> None:
     first, second, link = machines
-    command = train(tmp_path, 100_000)
+    command = train(tmp_path / "run", 100_000)
     both = [machine.torchrun(*command, TASTEMAKER_COLLECTIVE_SECONDS="15") for machine in (first, second)]
-    wait_for_step(tmp_path, 3, both)
+    wait_for_step(tmp_path / "run", 3, both)
     second.kill() if cause == "killed" else link.cut.set()
     lost = time.monotonic()
     output = both[0].communicate(timeout=120)[0]
     assert both[0].returncode != 0
     assert time.monotonic() - lost < 60
     assert re.search(r"lost .* other rank.*TM2600", output, re.DOTALL), output
-    assert latest_checkpoint(tmp_path) is not None
+    assert latest_checkpoint(tmp_path / "run") is not None
 
 
 @pytest.mark.long
@@ -99,13 +100,13 @@ def test_run_restarts_by_itself_after_a_rank_was_killed(machines: Machines, tmp_
 @pytest.mark.long
 def test_run_goes_on_with_one_machine_after_the_other_died(machines: Machines, tmp_path: Path) -> None:
     first, second, _ = machines
-    command = train(tmp_path, 12, "engine.strategy=fsdp")
+    command = train(tmp_path / "run", 12, "engine.strategy=fsdp")
     both = [machine.torchrun(*command, nodes="1:2", restarts=2) for machine in (first, second)]
-    wait_for_step(tmp_path, 3, both)
+    wait_for_step(tmp_path / "run", 3, both)
     second.kill()
     output = both[0].communicate(timeout=240)[0]
     assert both[0].returncode == 0, output
-    latest = latest_checkpoint(tmp_path)
+    latest = latest_checkpoint(tmp_path / "run")
     assert latest is not None and latest.name == "step-000012"
 
 
