@@ -5,6 +5,7 @@ Each rule is a function that returns a message, or None if the rule holds.
 
 from __future__ import annotations
 
+from ..processes.autoregressive import AutoregressiveProcess
 from .schema import AnyConfig, RunConfig
 
 
@@ -66,6 +67,27 @@ def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
     )
 
 
+def check_rollout_precision(config: AnyConfig, world_size: int) -> str | None:
+    engine, key = config.engine, f"engine.rollout_precision: {config.engine.rollout_precision}"
+    if engine.rollout_precision == "same":
+        return None
+    if not isinstance(config, RunConfig):
+        return f"{key}, but only generators sample while they train; remove it [TM2603]"
+    if config.objective.samples_per_prompt() and config.objective.needs_log_probs():
+        return (
+            f"{key}, but {type(config.objective).__name__} divides by the probabilities of the network that sampled, "
+            "so its first ratio would not be 1; set engine.rollout_precision=same, or use an objective that needs only "
+            "the samples, such as nft or elbo_grpo [TM2604]"
+        )
+    if isinstance(config.process, AutoregressiveProcess):
+        return f"{key}, but token decoders keep the precision of their weights; remove it [TM2606]"
+    conflicts = {"cuda_graphs": engine.cuda_graphs, "strategy": engine.strategy != "replicated"}
+    conflict = next((name for name, active in conflicts.items() if active), None)
+    if conflict is None:
+        return None
+    return f"{key} cannot be combined with engine.{conflict}; remove one of them [TM2605]"
+
+
 def check_asynchronous_checkpoints(config: AnyConfig, world_size: int) -> str | None:
     if not config.checkpoint.asynchronous or isinstance(config, RunConfig):
         return None
@@ -77,5 +99,6 @@ ENGINE_RULES = (
     check_context_parallel,
     check_cuda_graphs,
     check_cpu_offload,
+    check_rollout_precision,
     check_asynchronous_checkpoints,
 )

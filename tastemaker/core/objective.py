@@ -18,6 +18,7 @@ from .interruption import Interrupted, current_stop
 from .policy import P, Policy, Process
 from .randomness import Randomness
 from .reward import PendingScores, Rubric, Scores
+from .rollout_scope import ROLLOUTS
 from .types import Condition, Loss, PromptBatch, Trajectory, concatenate, select_rows
 
 B = TypeVar("B")  # a batch of data
@@ -277,7 +278,8 @@ def rollout_and_score(
     preview = concatenate([scores.total for _, scores in _sample_and_score(pool_ctx, cond, prompt, rng, size)])
     rows = keep.pick(preview)
     rng = select_rows(rng, rows)
-    trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt[rows.cpu()], rng, group_size)))
+    with ROLLOUTS.exact():
+        trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt[rows.cpu()], rng, group_size)))
     correlation = rank_correlation(*(x.view(-1, group_size) for x in (preview[rows], scores.total)))
     pool = {"pool/rank_correlation": correlation, "pool/reward": preview.view(-1, size).mean(1)}
     return trajectory, rng, replace(scores, pool={k: x.repeat_interleave(group_size) for k, x in pool.items()})

@@ -99,6 +99,9 @@ class CRD(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
         """Why the levels cannot be drawn from this sampler's; None if they can."""
         return find_level_problem(process, self.num_timesteps or 1, self.timestep_pool(process))
 
+    def needs_log_probs(self) -> bool:
+        return False
+
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> SampleGroups:
         num_levels = self.num_timesteps or self.timestep_pool(ctx.policy.process)
         with ctx.policy.weights.use("sampling"):

@@ -87,6 +87,9 @@ class DGPO(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
         """Why the levels cannot be drawn from this sampler's; None if they can."""
         return find_level_problem(process, self.num_timesteps, self.timestep_pool)
 
+    def needs_log_probs(self) -> bool:
+        return False
+
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> SampleGroups:
         with_old = ctx.rng.step >= self.sample_with_old_after
         with ctx.policy.weights.use("old") if with_old else nullcontext():

@@ -54,6 +54,9 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     def without_kl(self) -> Self | None:
         return replace(self, kl_coef=0.0) if self.kl_coef else None
 
+    def needs_log_probs(self) -> bool:
+        return False
+
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> ScoredRollout:
         with ctx.policy.weights.use("old"):
             trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size, self.keep)

@@ -60,6 +60,9 @@ class RAM(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     def snapshots(self) -> tuple[str, ...]:
         return ("old", "reference")
 
+    def needs_log_probs(self) -> bool:
+        return False
+
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> ScoredRollout:
         with ctx.policy.weights.use("old"):
             trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size, self.keep)

@@ -77,6 +77,9 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
                 "for example step_range: [0, 4] [TM315]"
             )
 
+    def needs_log_probs(self) -> bool:
+        return False
+
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> RewardGradientBatch:
         cond = ctx.policy.embed(batch.prompts, batch.metadata)
         samples = ctx.sample(cond, ctx.rng).final if self.gradient_mode == "renoise" else None

@@ -146,6 +146,9 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
     def experience_per_prompt(self) -> int:
         return self.timesteps_per_sample
 
+    def needs_log_probs(self) -> bool:
+        return False
+
     @torch.no_grad()
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> DirectAlignBatch:
         copies = torch.arange(len(batch)).repeat_interleave(self.timesteps_per_sample)

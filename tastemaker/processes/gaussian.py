@@ -13,6 +13,7 @@ from ..core.distributions import Distribution, Gaussian, expand_dims_like
 from ..core.guidance import GuidedBackbone, count_forward_passes, without_guidance
 from ..core.policy import Backbone, Guidance, Process, Rollout
 from ..core.randomness import Purpose, Randomness
+from ..core.rollout_scope import ROLLOUTS
 from ..core.types import Condition, Corrupted, Segment, select_rows
 from .dynamics import ODE, DenoisingStep, SamplerDynamics, ddim_mean
 from .paths import NoisePath, RectifiedFlow
@@ -179,7 +180,7 @@ class GaussianRollout(Rollout):
         i, process = self.steps_done, self.process
         t, s = (self.timesteps[j].expand(len(self.x)) for j in (i, i + 1))
         network_input = self.x.detach() if detach_input or frozen else self.x
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), ROLLOUTS.calls():
             output = self.model.predict(network_input, t, self.cond).float()
         self.clean = process.path.clean(self.x, t, output)
         self.steps_done = i + 1

@@ -13,6 +13,7 @@ from ..core.distributions import Categorical
 from ..core.guidance import GuidedBackbone, count_forward_passes, scoring_model, without_guidance
 from ..core.policy import Backbone, Guidance, MaskedPredictor, Process, Rollout
 from ..core.randomness import Purpose, Randomness
+from ..core.rollout_scope import ROLLOUTS
 from ..core.types import MASK_TOKEN_ID, Condition, Corrupted, Segment, select_rows
 
 
@@ -167,7 +168,8 @@ class MaskedRollout(Rollout):
     def step(self) -> None:
         i, masked = self.steps_done, self.ids == MASK_TOKEN_ID
         t = masked.float().mean(1)
-        distribution = Categorical(self.predictor.predict(self.ids, t).float())
+        with ROLLOUTS.calls():
+            distribution = Categorical(self.predictor.predict(self.ids, t).float())
         self.predicted_ids = torch.where(masked, distribution.sample(self.rng, Purpose.TOKEN, i), self.ids)
         log_prob = distribution.log_prob(self.predicted_ids)
         self.steps_done = i + 1

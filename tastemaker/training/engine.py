@@ -35,6 +35,7 @@ from . import (
     inference_norms,
     optimizer,
     precision,
+    rollout_precision,
     sharded_loading,
 )
 
@@ -146,6 +147,8 @@ class Engine:
             self._check_shardable(net, weights.traits)
             if self._context is not None:
                 context_parallel.enable_context_parallel(net, self._context)
+            if self.config.rollout_precision != "same":
+                rollout_precision.use_low_precision_rollouts(net, self.config.rollout_precision, self.device)
             in_blocks = self.config.compile and activation_memory.should_compile_blocks(net)
             if in_blocks:
                 activation_memory.compile_blocks(net)

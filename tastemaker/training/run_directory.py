@@ -8,6 +8,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..config.schema import AnyConfig, AutoencoderRunConfig, PreferenceRunConfig
 from ..config.settings_diff import IGNORED_KEYS as IGNORED_KEYS
 from ..config.settings_diff import diff_settings as diff_settings
 from ..config.settings_diff import flatten_settings as flatten_settings
+from ..config.validate import validate_config
 from ..core import output_paths
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
@@ -74,12 +76,18 @@ def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
 
 
 def diff_run_config(config: AnyConfig, directory: Path) -> dict[str, str]:
-    """Return the settings that differ from the run in a directory, as "old -> new"; none if it has no checkpoint."""
+    """Return the settings that differ from the run in a directory, as "old -> new"; none if it has no checkpoint.
+
+    Settings that did not exist when the run was started have their default.
+    """
     file = directory / CONFIG_FILE
     if not file.exists() or checkpoint.latest_checkpoint(directory) is None:
         return {}
     new = config_to_yaml(keep_precision(config, directory))
-    return diff_settings(read_yaml_mapping(file), parse_yaml_mapping(new, CONFIG_FILE))
+    old = read_yaml_mapping(file)
+    with suppress(ConfigError):  # settings that exist no longer are shown as they are
+        old = parse_yaml_mapping(config_to_yaml(validate_config(old)), CONFIG_FILE)
+    return diff_settings(old, parse_yaml_mapping(new, CONFIG_FILE))
 
 
 def find_run_checkpoint(
