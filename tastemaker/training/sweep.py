@@ -27,7 +27,7 @@ from ..core.output_paths import check_output_directory, write_text_atomically
 from ..core.safe_files import read_json
 from ..report.page import write_report
 from ..report.run_record import RunRecord, read_run
-from . import checkpoint
+from . import checkpoint, checkpoint_folder
 from .events import Event, TrainingFinished
 from .loop import interruption_reason
 from .run_directory import claim_run_directory, keep_precision
@@ -187,7 +187,7 @@ def _run_all(runs: Sequence[SweepRun], out: Path, console: Console) -> list[Swee
 def is_finished(config: AnyConfig) -> bool:
     """Whether the last checkpoint of a run is at its last step."""
     latest = checkpoint.latest_checkpoint(config.directory)
-    return latest is not None and latest == checkpoint.checkpoint_path(config.directory, config.steps)
+    return latest is not None and latest == checkpoint_folder.checkpoint_path(config.directory, config.steps)
 
 
 def train_run(config: AnyConfig, console: Console) -> str:

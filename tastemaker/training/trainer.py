@@ -46,7 +46,7 @@ from ..preferences.training import PreferenceRun
 from ..preferences.training import train as train_preference
 from ..vlm.finetuning import JudgeRun
 from ..vlm.finetuning import train as train_judge
-from . import checkpoint, distributed, run_directory
+from . import checkpoint_folder, distributed, run_directory
 from .events import Event, TrainingFinished
 from .initialization import find_initial_weights, read_exports
 from .loggers.html_report import HtmlReportLogger
@@ -208,7 +208,7 @@ def set_aside_newer(run: AnyRun, step: int, console: Console) -> None:
     best_step = run.guard_history.best_step if isinstance(run, Run) else None
     if comm.rank == 0:
         try:
-            for path in checkpoint.set_aside_newer(run.directory, step, best_step):
+            for path in checkpoint_folder.set_aside_newer(run.directory, step, best_step):
                 console.print(f"kept aside: {path}", markup=False, highlight=False, soft_wrap=True)
         except OSError as error:
             problems.append(f"{error.filename} cannot be renamed ({error.strerror}); change its permissions [TM1123]")
@@ -278,7 +278,7 @@ def run_training(
                 "weights, or continue this run with --from-step [TM302]"
             )
         if from_step is not None:
-            start = checkpoint.find_checkpoint(directory, from_step)
+            start = checkpoint_folder.find_checkpoint(directory, from_step)
         run = build_run(config, directory, init_from)
         try:
             if resume is not None and optimizer_state.is_llamagen_checkpoint(resume) and isinstance(run, Run):

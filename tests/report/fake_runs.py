@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tastemaker.training.checkpoint import partial_path, publish_checkpoint
+from tastemaker.training.checkpoint_folder import partial_path, publish_checkpoint
 from tastemaker.training.events import (
     Event,
     GuardChecked,

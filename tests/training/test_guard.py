@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tastemaker.config.build import build
 from tastemaker.config.load import list_generator_recipes, load
-from tastemaker.training import checkpoint
+from tastemaker.training import checkpoint, checkpoint_folder
 from tastemaker.training.drift_statistics import GuardMeasurement
 from tastemaker.training.events import CheckpointSaved, Event, GuardChecked, TrainingFinished, TrainingStarted
 from tastemaker.training.guard import run_guard
@@ -121,7 +121,7 @@ def test_best_checkpoint_has_the_highest_held_out_score(tmp_path: Path) -> None:
     rewards = "rewards={color: {type: color}, held_out: {type: color, weight: 0}}"
     events = train_events("draft-toy-flow", tmp_path, *EVERY_TEN_STEPS, rewards, "steps=30", "checkpoint.every=100")
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [10, 20, 30]
-    assert (tmp_path / "checkpoints/best").resolve() == checkpoint.checkpoint_path(tmp_path, 30).resolve()
+    assert (tmp_path / "checkpoints/best").resolve() == checkpoint_folder.checkpoint_path(tmp_path, 30).resolve()
     initialized = build(
         load("draft-toy-flow", [*EVERY_TEN_STEPS, rewards]), tmp_path / "b", init_from=tmp_path / "checkpoints/best"
     )
@@ -139,7 +139,7 @@ def test_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
     two, four, six, eight, ten = (f"step-{step:06d}" for step in (2, 4, 6, 8, 10))
     assert kept == [[two], [two, four], [two, six], [eight], [eight, ten]]
     assert (tmp_path / "checkpoints/best").resolve().name == eight
-    assert checkpoint.latest_checkpoint(tmp_path) == checkpoint.checkpoint_path(tmp_path, 10)
+    assert checkpoint.latest_checkpoint(tmp_path) == checkpoint_folder.checkpoint_path(tmp_path, 10)
 
 
 def test_guard_history_is_restored_on_resume(tmp_path: Path) -> None:
