@@ -24,8 +24,13 @@ RECIPES = [
 ]
 # Checked in the fast set: a policy gradient on each kind of process, and a gradient through the reward.
 CHECKED_FAST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
-# All toys and one playground network of each kind, so that every objective is checked with every process ...
-CHECKED_TOYS = {name for name in RECIPES if "toy" in name} | {
+# One toy of each objective, and one playground network of each kind ...
+CHECKED_TOYS = {
+    "awm-toy-flow", "cca-toy-causal", "crd-toy-flow", "ddpo-toy-epsilon", "dgpo-toy-flow", "distill-toy-flow",
+    "dpo-online-toy-flow", "dpo-toy-masked", "elbo-grpo-toy-masked", "gcpo-toy-causal", "grpo-lora-toy-flow",
+    "grpo-toy-video", "grpo-win-rate-toy-flow", "kto-toy-flow", "leap-toy-flow", "likelihood-toy-masked",
+    "mapo-toy-flow", "mixgrpo-toy-flow", "nft-select-toy-flow", "ram-toy-flow", "refl-toy-epsilon", "srpo-toy-flow",
+    "teacher-forced-grpo-toy-causal",
     "dpo-playground-masked", "grpo-playground-causal", "nft-playground", "reward-gradient-playground-video",
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
@@ -33,9 +38,17 @@ CHECKED_PUBLISHED = {
     "dpo-showo", "flowgrpo-sd35", "grpo-llamagen", "reward-gradient-dit-folder", "vader-opensora-hps",
 }  # fmt: skip
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
-# Half a minute to minutes each, on networks or objectives that a recipe of the other sets has too.
+# Half a minute to minutes each, or on a network and with an objective that recipes of the other sets have too.
 LONG = {
     "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
+    "awm-sd35", "draft-sd15", "epg-sd35", "mixgrpo-flux", "srpo-flux-hps-lora", "srpo-flux-pickscore",
+    "srpo-qwen-image-lora", "vgrpo-sd35",
+    "ar-grpo-t2i", "dpo-iter-showo-512", "dpo-showo-512", "gcpo-llamagen-t2i", "showo-512-finetune", "va-pi-t2i",
+    "crd-playground-flow", "ddpo-playground-video", "dgpo-playground-flow", "direct-align-playground-flow",
+    "dpo-iter-playground-masked", "dpo-playground-flow", "dpo-playground-video", "elbo-grpo-playground-epsilon",
+    "elbo-grpo-playground-flow", "flow-dppo-playground-flow", "grpo-guard-playground-flow", "kto-playground-flow",
+    "leap-playground-flow", "nft-playground-flow", "playground-flow16", "playground-words", "ram-playground-flow",
+    "reward-gradient-playground-flow", "reward-gradient-playground-lenient",
 }  # fmt: skip
 LONG_AUTOENCODERS = {"llamagen-vq8"}
 # Its teacher is the student with guidance. The last layer of a new tiny network is zero, so that both predict the same.

@@ -220,8 +220,9 @@ def learning_marks(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
 
 
 def control_marks(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
-    """The control of the first setting of each objective and family is slow, the others are long."""
-    return [pytest.mark.slow if FIRST[type(setting.objective), family] is setting else pytest.mark.long]
+    """The control of the first setting and family of each objective is slow, the others are long."""
+    first = next((other, name) for other, name in CASES if type(other.objective) is type(setting.objective))
+    return [pytest.mark.slow if first == (setting, family) else pytest.mark.long]
 
 
 @dataclass(frozen=True)
