@@ -67,6 +67,19 @@ def check_cpu_offload(config: AnyConfig, world_size: int) -> str | None:
     )
 
 
+def check_base_precision(config: AnyConfig, world_size: int) -> str | None:
+    engine, key = config.engine, f"engine.base_precision: {config.engine.base_precision}"
+    if engine.base_precision == "same":
+        return None
+    if not isinstance(config, RunConfig) or not config.tuning.is_adapter:
+        return f"{key}, but only adapters leave the weights of the network frozen; set tuning.type=lora [TM2607]"
+    if isinstance(config.process, AutoregressiveProcess):
+        return f"{key}, but token decoders keep the precision of their weights; remove it [TM2608]"
+    conflicts = {"cuda_graphs": engine.cuda_graphs, "strategy": engine.strategy != "replicated"}
+    conflict = next((name for name, active in conflicts.items() if active), None)
+    return None if conflict is None else f"{key} cannot be combined with engine.{conflict}; remove one [TM2609]"
+
+
 def check_rollout_precision(config: AnyConfig, world_size: int) -> str | None:
     engine, key = config.engine, f"engine.rollout_precision: {config.engine.rollout_precision}"
     if engine.rollout_precision == "same":
@@ -99,6 +112,7 @@ ENGINE_RULES = (
     check_context_parallel,
     check_cuda_graphs,
     check_cpu_offload,
+    check_base_precision,
     check_rollout_precision,
     check_asynchronous_checkpoints,
 )

@@ -42,7 +42,7 @@ from ..models.showo.model import ShowoSpec
 from ..objectives.distill import Distillation
 from ..objectives.reward_gradient import RewardGradient
 from ..objectives.srpo import SRPO
-from ..training import activation_memory, precision
+from ..training import activation_memory, precision, quantized_base
 from ..training.context_parallel import emulate_context_parallel
 from .fake_backbones import PLANNED_AUTOENCODER, FakeDecoderPool, FakeLlamagenBackbone, fake_mode_of, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
@@ -63,6 +63,7 @@ class Measurement:
     """What one step of a run takes on one rank; bytes beside weights, gradients and whatever else is always there."""
 
     parameters: int
+    quantized: int  # of them in 8 bits
     trainable: int
     block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
     frozen_bytes: float  # autoencoder
@@ -83,6 +84,9 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
     with ExitStack() as stack:
         backbone = stack.enter_context(load_fake_backbone(config, world))
         weights = config.tuning.apply(backbone, config.objective.snapshots())
+        quantized: list[nn.Linear] = []
+        if config.engine.base_precision != "same":
+            quantized = quantized_base.quantize_frozen_layers(weights.net, config.engine.base_precision)
         if config.engine.activation_memory == "checkpoint":
             activation_memory.checkpoint_activations(weights.net)
         for p in weights.trainable().values():
@@ -93,6 +97,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         recorder = stack.enter_context(NetworkRecorder(weights, backbone, config.engine).installed())
         existing = [
             *weights.net.parameters(),
+            *weights.net.buffers(),
             *(p.grad for p in weights.trainable().values()),
             *(x for snapshot in weights.snapshot_tensors().values() for x in snapshot.values()),
             *frozen,
@@ -124,6 +129,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         return Measurement(
             parameters=_count_parameters(weights.net),
+            quantized=sum(layer.weight.numel() for layer in quantized),
             trainable=sum(p.numel() for p in weights.trainable().values()),
             block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
             frozen_bytes=float(sum(p.numel() * p.itemsize for p in frozen)),

@@ -16,6 +16,7 @@ from ..autoencoders.lpips import TINY, LPIPSDistance, load_lpips
 from ..autoencoders.patchgan import PatchGANDiscriminator
 from ..autoencoders.reconstruction_loss import reconstruction_loss
 from ..config.check import compute_step_counts
+from ..config.engine_rules import check_base_precision
 from ..config.schema import AutoencoderRunConfig, EngineConfig, RunConfig
 from ..core.autoencoder import AutoencoderSpec, as_autoencoder
 from ..core.types import Placement
@@ -132,7 +133,10 @@ def _parameter_bytes(config: RunConfig, world_size: int, measured: Measurement) 
     """Bytes of weights, gradients, optimizer state and snapshots on one rank."""
     engine, trained = config.engine, measured.trainable
     size, shards = precision.DTYPES[engine.param_dtype].itemsize, _num_shards(engine, world_size)
-    frozen = (measured.parameters - trained) * frozen_dtype(config).itemsize if config.tuning.is_adapter else 0
+    frozen = 0
+    if config.tuning.is_adapter:
+        whole = measured.parameters - trained - measured.quantized
+        frozen = whole * frozen_dtype(config).itemsize + measured.quantized
     weights = frozen + (trained if config.tuning.is_adapter else measured.parameters) * size
     state = trained * OPTIMIZER_STATE_BYTES[config.optim.state_dtype]
     return weights / shards, trained * size / shards, state / shards, _snapshot_bytes(config, trained, size) / shards
@@ -203,6 +207,11 @@ def suggest_savings(
         config = replace(config, batch=replace(batch, micro_batch_size=1, rollout_batch_size=1))
         estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
         yield "batch.micro_batch_size=1 batch.rollout_batch_size=1", estimate.total
+    if (quantized := _with_quantized_base(config)) is not None:
+        config = quantized
+        other = estimate_fn(config, world_size)
+        estimate = replace(_with_activations_of(estimate, other), weights=other.weights)
+        yield "engine.base_precision=int8", estimate.total
     if isinstance(config.objective, SRPO) and config.objective.batch_branches and len(config.objective.branches) > 1:
         estimate = replace(estimate, update_activations=estimate.update_activations / 2)
         yield "objective.batch_branches=false", estimate.total
@@ -217,6 +226,14 @@ def suggest_savings(
         ranks = next((n for n in RANK_COUNTS if _shard(estimate, n).total <= gpu_bytes), RANK_COUNTS[-1])
         command = f"engine.strategy=fsdp on {ranks} GPUs, with torchrun --nproc-per-node={ranks}"
         yield f"{command} (approximate)", _shard(estimate, ranks).total
+
+
+def _with_quantized_base(config: RunConfig) -> RunConfig | None:
+    """The configuration with frozen weights in 8 bits, or None if it has them already or cannot."""
+    engine = replace(config.engine, base_precision="int8")
+    quantized = replace(config, engine=engine)
+    unchanged = config.engine.base_precision == "int8"
+    return None if unchanged or check_base_precision(quantized, 1) else quantized
 
 
 def _shard(estimate: ResourceEstimate, ranks: int) -> ResourceEstimate:

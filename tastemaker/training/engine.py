@@ -35,6 +35,7 @@ from . import (
     inference_norms,
     optimizer,
     precision,
+    quantized_base,
     rollout_precision,
     sharded_loading,
 )
@@ -132,6 +133,8 @@ class Engine:
         device = None
         if is_prepared and self.mesh is not None and (self.config.cpu_offload or not is_adapter):
             device = torch.device("cpu" if is_adapter else "meta")
+        if is_prepared and self.config.base_precision != "same":
+            device = torch.device("cpu")  # where it is quantized: in full precision the device may not hold it
         return Placement(self.device, dtype, self.config.attention_backend, trained_dtype, device)
 
     def prepare(self, weights: Weights) -> None:
@@ -147,6 +150,8 @@ class Engine:
             self._check_shardable(net, weights.traits)
             if self._context is not None:
                 context_parallel.enable_context_parallel(net, self._context)
+            if self.config.base_precision != "same":
+                quantized_base.quantize_frozen_layers(net, self.config.base_precision)
             if self.config.rollout_precision != "same":
                 rollout_precision.use_low_precision_rollouts(net, self.config.rollout_precision, self.device)
             in_blocks = self.config.compile and activation_memory.should_compile_blocks(net)

@@ -64,7 +64,8 @@ class LowPrecisionLinear:
         assert self.weight is not None and self.scale is not None  # made before the first layer is called
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]), self.kind)
+        kind: Kind = "int8" if self.weight.dtype == torch.int8 else "fp8"
+        rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]), kind)
         product = multiply(rows, row_scale, self.weight, self.scale, dtype).view(*x.shape[:-1], -1)
         return product if self.layer.bias is None else product + self.layer.bias.to(dtype)
 
@@ -73,6 +74,9 @@ class LowPrecisionLinear:
         """Copy the weight again if it has changed; the copy stays where it is."""
         version = (self.layer.weight._version, self.layer.weight.data_ptr())
         if version == self.version:
+            return
+        if self.layer.weight.dtype in DTYPES.values():  # `engine.base_precision`: no copy is needed
+            self.weight, self.scale, self.version = self.layer.weight, self.layer.weight_scale, version
             return
         weight, scale = quantize_rows(self.layer.weight, self.kind)
         if self.weight is None or self.scale is None or self.weight.device != weight.device:
