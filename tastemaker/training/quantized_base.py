@@ -25,7 +25,7 @@ class ExpandedLinear(torch.autograd.Function):
         return F.linear(x, expand(weight, scale, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         weight, scale = ctx.saved_tensors
         return grad @ expand(weight, scale, grad.dtype), None, None, None
 
@@ -63,5 +63,5 @@ def quantize_frozen_layers(net: nn.Module, kind: Kind) -> list[nn.Linear]:
     modules = [module for block in repeated_blocks(net) for module in block.modules()]
     layers = [m for m in modules if type(m) is nn.Linear and is_large(m.weight) and not m.weight.requires_grad]
     for layer in layers:
-        layer.forward = QuantizedLinear(layer, kind)  # type: ignore[method-assign]  # names of parameters stay the same
+        layer.forward = QuantizedLinear(layer, kind)  # type: ignore[assignment, method-assign]  # names stay the same
     return layers

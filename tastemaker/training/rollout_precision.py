@@ -76,7 +76,7 @@ class LowPrecisionLinear:
         if version == self.version:
             return
         if self.layer.weight.dtype in DTYPES.values():  # `engine.base_precision`: no copy is needed
-            self.weight, self.scale, self.version = self.layer.weight, self.layer.weight_scale, version
+            self.weight, self.scale, self.version = self.layer.weight, self.layer.get_buffer("weight_scale"), version
             return
         weight, scale = quantize_rows(self.layer.weight, self.kind)
         if self.weight is None or self.scale is None or self.weight.device != weight.device:
@@ -103,9 +103,9 @@ def use_low_precision_rollouts(net: nn.Module, kind: Kind, device: torch.device)
     check_device(kind, device)
     layers = [LowPrecisionLinear(layer, kind, layer.forward) for layer in large_linear_layers(net)]
     for layer in layers:
-        layer.layer.forward = layer  # type: ignore[method-assign]  # in place, so that parameter names stay the same
+        layer.layer.forward = layer  # type: ignore[assignment, method-assign]  # in place, so that parameter names stay the same
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(module: nn.Module, inputs: Any) -> None:
         if ROLLOUTS.active and not torch.is_grad_enabled():
             for layer in layers:

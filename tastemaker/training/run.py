@@ -23,6 +23,7 @@ from ..data.dataset import Dataset
 from ..data.image_io import resize_area
 from . import checkpoint, distributed
 from .async_checkpoint import AsyncCheckpointWriter
+from .checkpoint import StagedCheckpoint
 from .drift_statistics import GuardHistory
 from .engine import Engine
 
@@ -127,7 +128,7 @@ class Run:
         """Wait for a checkpoint that is being written and return its directory."""
         return self.checkpoint_writer.finish()
 
-    def _stage_checkpoint(self, step: int) -> checkpoint.StagedCheckpoint:
+    def _stage_checkpoint(self, step: int) -> StagedCheckpoint:
         states = {"memory": self.objective_state.state_dict(), "guard": self.guard_history.state_dict()}
         extra = {**self.checkpoint_metadata, "step": step, "seed": self.seed, **states}
         best = self.guard_history.best_step == step
