@@ -103,7 +103,8 @@ def use_low_precision_rollouts(net: nn.Module, kind: Kind, device: torch.device)
     check_device(kind, device)
     layers = [LowPrecisionLinear(layer, kind, layer.forward) for layer in large_linear_layers(net)]
     for layer in layers:
-        layer.layer.forward = layer  # type: ignore[assignment, method-assign]  # in place, so that parameter names stay the same
+        # In place, so that parameter names stay the same.
+        layer.layer.forward = layer  # type: ignore[assignment, method-assign]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(module: nn.Module, inputs: Any) -> None:
