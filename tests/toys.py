@@ -31,6 +31,7 @@ from tastemaker.models.mochi import MochiSpec
 from tastemaker.models.modelscope import ModelscopeSpec
 from tastemaker.models.opensora.model import OpenSoraSpec
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_edit import QwenImageEditSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
@@ -104,6 +105,9 @@ PUBLISHED = {
     "qwen_image": Family(
         QwenImageSpec().tiny(), GaussianProcess(RectifiedFlow(1.8, shift_terminal=0.02), FlowSDE(0.7), 4)
     ),
+    "qwen_image_edit": Family(
+        QwenImageEditSpec().tiny(), GaussianProcess(RectifiedFlow(1.7, shift_terminal=0.02), FlowSDE(0.7), 4)
+    ),
     "opensora": Family(OpenSoraSpec().tiny(), GaussianProcess(RectifiedFlow(2.4), FlowSDE(0.7), 4)),
     "sd15": Family(Sd15Spec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
     "sdxl": Family(SdxlSpec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
@@ -123,7 +127,8 @@ VIDEO_MODELS = {
     ),
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # small random video generators, made of diffusers' components
-SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd")  # share their code with other video models; expensive tests skip them
+# Share their code with other models; expensive tests skip them.
+SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "qwen_image_edit")
 TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),

@@ -29,6 +29,7 @@ MODELS = Registry(
         "modelscope": "tastemaker.models.modelscope:ModelscopeSpec",
         "opensora": "tastemaker.models.opensora.model:OpenSoraSpec",
         "qwen_image": "tastemaker.models.qwen_image:QwenImageSpec",
+        "qwen_image_edit": "tastemaker.models.qwen_image_edit:QwenImageEditSpec",
         "sd15": "tastemaker.models.sd15:Sd15Spec",
         "sd3": "tastemaker.models.sd3:Sd3Spec",
         "sdxl": "tastemaker.models.sdxl:SdxlSpec",

@@ -12,7 +12,7 @@ from torch import Tensor
 from .cards import WeightsSource
 from .policy import Backbone, Process
 from .registry import ConfigError
-from .types import Placement, Prompts
+from .types import Metadata, Placement, Prompts
 
 Tensors = dict[str, Tensor]
 # What prompt embeddings depend on: the kind of model, its settings, and digests of its encoders.
@@ -26,6 +26,9 @@ class PromptEncoder(Protocol):
 
     @property
     def fingerprint(self) -> EncoderFingerprint: ...
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> list[str]:
+        """The texts under which embeddings are kept: the prompts, with what else the encoder reads of them."""
+
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]: ...
 
 

@@ -6,6 +6,7 @@ which needs a GPU, is replaced by one that takes the same memory and runs only t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from ..models.opensora.model import OpenSoraBackbone, OpenSoraSpec
 from ..models.pipeline_components import RANDOM, PublishedSpec
 from ..models.pretrained import WeightsSource, find_cached
 from ..models.pretrained_autoencoder import load_vae
+from ..models.qwen_image_edit import QwenImageEditSpec
 from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
@@ -382,6 +384,11 @@ VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = 
 }
 
 
+def is_editor(spec: Any) -> bool:
+    """Whether the network reads the tokens of an image beside those of the sample; the plan counts one, as large."""
+    return isinstance(spec, FluxKontextSpec | QwenImageEditSpec)
+
+
 def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes:
     """Shapes for image models, and for video models with a UNet."""
     if "unet" in sizes:
@@ -390,13 +397,14 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
         return shapes | ({"pooled_prompt_embeds": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
     net = sizes["transformer"]
     if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
-        return {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+        shapes = {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+        return shapes | ({"sources": (math.prod(spec.shape[:2]), spec.shape[2])} if is_editor(spec) else {})
     before = CLIP_TEXT_TOKENS if "text_encoder_3" in sizes else 0
     shapes = {
         "prompt_embeds": (before + spec.max_text_tokens, int(net["joint_attention_dim"])),
         "pooled_prompt_embeds": (int(net["pooled_projection_dim"]),),
     }
-    if isinstance(spec, FluxKontextSpec):  # reads the tokens of the image that it edits, patches of 2x2 latents
+    if is_editor(spec):  # reads the tokens of the image that it edits, patches of 2x2 latents
         channels, height, width = spec.shape[-3:]
         shapes["reference"] = (height * width // 4, 4 * channels)
     return shapes

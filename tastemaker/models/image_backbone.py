@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Prompts
-from ..data.image_io import read_image
+from ..data.image_io import read_image, to_uint8
 from .text_encoders import CachedTextEncoder, disable_autocast
 
 DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here
@@ -138,6 +140,34 @@ def read_condition_image(image: object, height: int, width: int) -> Tensor | Non
     """
     pixels = read_image(Path(image)) if isinstance(image, (str, Path)) else image
     return resize_and_center_crop(pixels[:1], height, width) if isinstance(pixels, Tensor) else None
+
+
+def read_source_images(image: object) -> tuple[Tensor, ...]:
+    """Read the images that a prompt comes with, in their own sizes: [1, 3, H, W] each.
+
+    `image` is a path, pixels [F, 3, H, W], or a list of those; None is no image. Of several frames the first is taken.
+    """
+    if image is None:
+        return ()
+    sources: list[Tensor] = []
+    for each in image if isinstance(image, (list, tuple)) else (image,):
+        pixels = read_image(Path(each)) if isinstance(each, (str, Path)) else each
+        if not isinstance(pixels, Tensor) or pixels.dim() != 4:
+            raise ValueError(
+                f"metadata: expected a path, pixels [F, 3, H, W] or a list of those as 'image', got "
+                f"{type(each).__name__}; correct 'image' [TM2450]"
+            )
+        sources.append(pixels[:1])
+    return tuple(sources)
+
+
+def resize_with_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resize an image [1, 3, H, W] as Pillow does, in 8 bits per channel, as diffusers' pipelines do."""
+    if tuple(pixels.shape[2:]) == (height, width):
+        return pixels
+    (array,) = to_uint8(pixels)
+    resized = Image.fromarray(array).resize((width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None].to(pixels.device, torch.float32) / 255
 
 
 def condition_image_key(image: object) -> int | str:

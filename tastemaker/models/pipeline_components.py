@@ -235,9 +235,12 @@ class PipelineComponents:
         embeddings: Path | None,
     ) -> CachedTextEncoder:
         """Put text encoders behind a cache, identified by `settings` and the digests of their components."""
+        return CachedTextEncoder(load, self.placement, self.encoder_fingerprint(components, settings), embeddings)
+
+    def encoder_fingerprint(self, components: Sequence[str], settings: Mapping[str, object]) -> dict[str, str]:
+        """Return what identifies embeddings: settings, and the digests of the text encoders that are on disk."""
         digests = {name: digest for name in components if (digest := self.text_encoder_digest(name))}
-        fingerprint = {**{name: str(value) for name, value in settings.items()}, **digests}
-        return CachedTextEncoder(load, self.placement, fingerprint, embeddings)
+        return {**{name: str(value) for name, value in settings.items()}, **digests}
 
     def text_encoder_digest(self, component: str) -> str:
         """Return a digest of a text encoder's weights, or '' if they are not on disk."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
-from ..core.types import Placement, Prompts
+from ..core.types import Metadata, Placement, Prompts
 from ..data.embedding_store import EmbeddingsByPrompt, open_embedding_store
 
 MAX_CACHED_PROMPTS = 1024  # one prompt of FLUX takes 4 MB of CPU memory
@@ -133,8 +133,12 @@ class CachedTextEncoder:
         self.trainable = True
         return {each.component: each.net.to(each.device) for each in self._encoders_for("").text_encoders}
 
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> list[str]:
+        """Return the texts under which embeddings are kept: the prompts, with what else the encoders read of them."""
+        return list(prompts)
+
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
-        """Embed prompts: [B, ...] by name, on the device of the run."""
+        """Embed prompts, given by their keys: [B, ...] by name, on the device of the run."""
         device, unique = self.placement.device, list(dict.fromkeys(prompts))
         if self.trainable:
             rows = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
