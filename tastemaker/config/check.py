@@ -78,6 +78,18 @@ def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
     )
 
 
+def check_stochastic_steps(config: RunConfig, world_size: int) -> str | None:
+    """The last sampling step adds no noise, so that a sampler of one step takes no action."""
+    process = config.process
+    if not config.objective.needs_stochastic or not isinstance(process, GaussianProcess) or process.num_steps > 1:
+        return None
+    return (
+        f"process.num_steps: the objective '{component_name(config.objective)}' trains the noise that sampling steps "
+        "add, but the last step adds none and there is only one; set process.num_steps to at least 2, or use the "
+        "objective reward_gradient [TM2462]"
+    )
+
+
 def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
     # A reward of weight zero is only logged, so that nothing flows back through it.
     blocked = [key for key, reward in config.rewards.items() if reward.weight and not reward.spec.differentiable]
@@ -348,6 +360,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_model_process,
     check_objective_process,
     check_stochastic_sampler,
+    check_stochastic_steps,
     check_objective_data,
     check_reward_gradients,
     check_joint_batch,

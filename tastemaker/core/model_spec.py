@@ -26,7 +26,7 @@ class PromptEncoder(Protocol):
 
     @property
     def fingerprint(self) -> EncoderFingerprint: ...
-    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> list[str]:
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
         """The texts under which embeddings are kept: the prompts, with what else the encoder reads of them."""
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]: ...
@@ -112,6 +112,11 @@ class ModelSpec(ABC):
     @property
     def timestep_shift(self) -> float | None:
         """The timestep shift its weights were trained with at this size and length; None if it is not known."""
+        return None
+
+    @property
+    def distilled_steps(self) -> int | None:
+        """Sampling steps that its weights were distilled to, with their guidance; None if they were not distilled."""
         return None
 
     @property

@@ -124,7 +124,8 @@ def extra_keys(encoder: PromptEncoder, settings: dict[str, Any], batch: PromptBa
     keys = encoder.keys(extra_prompts(settings))
     guidance = settings.get("guidance")
     if guidance:
-        keys += encoder.keys([str(guidance.get("negative_prompt", ""))] * len(batch.prompts), batch.metadata)
+        negative = [str(guidance.get("negative_prompt", ""))] * len(batch.prompts)
+        keys += encoder.keys(negative, batch.metadata, negative=True)
     return list(dict.fromkeys(keys))
 
 

@@ -396,6 +396,8 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
         shapes |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
         return shapes | ({"pooled_prompt_embeds": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
     net = sizes["transformer"]
+    if "caption_channels" in net:  # Sana
+        return masked_text_shapes(spec, int(net["caption_channels"]))
     if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
         shapes = {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
         return shapes | ({"sources": (math.prod(spec.shape[:2]), spec.shape[2])} if is_editor(spec) else {})

@@ -75,8 +75,8 @@ class CachedCaptionEncoder:
     def fingerprint(self) -> EncoderFingerprint:
         return dict(self.encoder.fingerprint)
 
-    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> list[str]:
-        return self.encoder.keys(prompts, metadata)
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
+        return self.encoder.keys(prompts, metadata, negative=negative)
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
         captions = [prompt for prompt in prompts if prompt.strip()]

@@ -22,7 +22,7 @@ from .text_encoders import CachedTextEncoder, disable_autocast
 
 DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here
 NUM_TRAIN_TIMESTEPS = 1000  # of every published diffusion model here
-DECODE_BATCH_LATENTS = 1 << 13  # latent positions decoded in one call: one image of 720x720, or two of 512x512
+DECODE_BATCH_LATENTS = 1 << 13  # latents of 8x8 pixels decoded in one call: one image of 720x720, two of 512x512
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class FrozenVae:
     shift: Tensor  # scalar, or per channel [C, 1, 1]
     scale: Tensor
     is_video: bool = False  # a video VAE, which encodes each image as a clip of one frame
+    downsample_factor: int = DOWNSAMPLE_FACTOR  # pixels per latent and side
 
     @classmethod
     def from_config(cls, net: Any, config: Mapping[str, Any], *, is_video: bool) -> FrozenVae:
@@ -55,7 +56,8 @@ class FrozenVae:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode in small batches: the activations of one decoder call take gigabytes."""
-        batch_size = max(1, DECODE_BATCH_LATENTS // latents[0, 0].numel())
+        positions = latents[0, 0].numel() * self.downsample_factor**2 // DOWNSAMPLE_FACTOR**2
+        batch_size = max(1, DECODE_BATCH_LATENTS // positions)
         return torch.cat([self._decode(batch) for batch in torch.split(latents, batch_size)])
 
     def _decode(self, latents: Tensor) -> Tensor:

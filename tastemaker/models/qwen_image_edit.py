@@ -185,7 +185,7 @@ class CachedEditEncoder(CachedTextEncoder):
         self.requests: dict[str, Request] = {}  # by key
         super().__init__(lambda: load(self.requests), placement, fingerprint, embeddings)
 
-    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> list[str]:
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
         images = [each.get("image") for each in metadata] or [None] * len(prompts)
         keys = []
         for prompt, image in zip(prompts, images, strict=True):

@@ -113,8 +113,10 @@ class CachedTextEncoder:
         placement: Placement,
         fingerprint: EncoderFingerprint,
         embeddings: Path | None,
+        negative_mark: str = "",
     ) -> None:
         self.placement, self.fingerprint, self.max_cached_prompts = placement, fingerprint, MAX_CACHED_PROMPTS
+        self.negative_mark = negative_mark  # before the keys of negative prompts, if they are encoded differently
         self.store = None if embeddings is None else open_embedding_store(embeddings, fingerprint)
         self._load = load
         self._loaded = load() if self.store is None else None
@@ -133,9 +135,9 @@ class CachedTextEncoder:
         self.trainable = True
         return {each.component: each.net.to(each.device) for each in self._encoders_for("").text_encoders}
 
-    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> list[str]:
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
         """Return the texts under which embeddings are kept: the prompts, with what else the encoders read of them."""
-        return list(prompts)
+        return [self.negative_mark + prompt for prompt in prompts] if negative else list(prompts)
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
         """Embed prompts, given by their keys: [B, ...] by name, on the device of the run."""
