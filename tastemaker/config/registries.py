@@ -29,6 +29,7 @@ MODELS = Registry(
         "modelscope": "tastemaker.models.modelscope:ModelscopeSpec",
         "opensora": "tastemaker.models.opensora.model:OpenSoraSpec",
         "qwen_image": "tastemaker.models.qwen_image:QwenImageSpec",
+        "qwen_image_21": "tastemaker.models.qwen_image_21:QwenImage21Spec",
         "qwen_image_edit": "tastemaker.models.qwen_image_edit:QwenImageEditSpec",
         "sana": "tastemaker.models.sana:SanaSpec",
         "sana_sprint": "tastemaker.models.sana:SanaSprintSpec",

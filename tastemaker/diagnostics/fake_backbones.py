@@ -398,6 +398,8 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
     net = sizes["transformer"]
     if "caption_channels" in net:  # Sana
         return masked_text_shapes(spec, int(net["caption_channels"]))
+    if "context_in_dim" in net:  # Qwen-Image 2.1
+        return {"prompt_embeds": (spec.max_text_tokens, int(net["context_in_dim"]))}
     if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
         shapes = {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
         return shapes | ({"sources": (math.prod(spec.shape[:2]), spec.shape[2])} if is_editor(spec) else {})

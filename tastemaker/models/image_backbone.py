@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
-from ..core.types import Condition, Metadata, Prompts
+from ..core.types import Condition, Metadata, Prompts, select_rows
 from ..data.image_io import read_image, to_uint8
+from .nets.gpt import is_sharded
 from .text_encoders import CachedTextEncoder, disable_autocast
+
+L = TypeVar("L", bound=Hashable)
 
 DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here
 NUM_TRAIN_TIMESTEPS = 1000  # of every published diffusion model here
@@ -97,6 +100,35 @@ class ImageBackbone(TextConditionedBackbone):
         latents = x if frames is None else x[:, list(frames)]
         pixels = self.autoencoder.decode(latents.flatten(0, 1))
         return pixels.view(*latents.shape[:2], *pixels.shape[1:])
+
+
+def predict_by_layout(
+    net: nn.Module,
+    predict: Callable[[Tensor, Tensor, Condition, L], Tensor],
+    x: Tensor,
+    t: Tensor,
+    cond: Condition,
+    layouts: Sequence[L],
+) -> Tensor:
+    """Predict samples whose network takes one layout of tokens per call: in one call for each layout among them.
+
+    Sharded networks (FSDP) need equally many calls on all ranks, so that several layouts are refused there.
+    """
+    members = {layout: [i for i, each in enumerate(layouts) if each == layout] for layout in layouts}
+    if len(members) == 1:
+        return predict(x, t, cond, layouts[0])
+    if is_sharded(net):
+        raise ValueError(
+            "the samples of a batch differ in the length of their prompts, or in the number or size of their images, "
+            "which takes several network calls, and ranks that share weights must make equally many; set "
+            "batch.rollout_batch_size=1 and batch.micro_batch_size=1, or engine.strategy=replicated [TM2454]"
+        )
+    parts = []
+    for layout, indices in members.items():
+        rows = torch.tensor(indices)
+        parts.append(predict(*select_rows((x, t), rows), select_rows(cond, rows), layout))
+    order = torch.tensor([i for indices in members.values() for i in indices])
+    return select_rows(torch.cat(parts), order.argsort())
 
 
 def unet_timestep(t: Tensor, num_train_timesteps: int = NUM_TRAIN_TIMESTEPS) -> Tensor:

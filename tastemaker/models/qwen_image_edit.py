@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ..core.model_spec import EncoderFingerprint, PipelineLayout
 from ..core.registry import ConfigError
-from ..core.types import Condition, Metadata, Placement, Prompts, select_rows
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..data.image_io import to_uint8
 from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
 from .flux import pack_latents
-from .image_backbone import read_source_images, resize_and_center_crop, resize_with_lanczos
+from .image_backbone import predict_by_layout, read_source_images, resize_and_center_crop, resize_with_lanczos
 from .pipeline_components import TINY, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, silence_libraries
 from .qwen_image import CONFIGS, QwenImageBackbone, QwenImageSpec, Side
@@ -262,21 +262,7 @@ class QwenImageEditBackbone(QwenImageBackbone):
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if "sources" not in cond.tensors:
             return super().predict(x, t, cond)
-        layouts = self._layouts(x, cond)
-        groups = {layout: [i for i, each in enumerate(layouts) if each == layout] for layout in layouts}
-        if len(groups) == 1:
-            return self._predict_group(x, t, cond, layouts[0])
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ValueError(
-                "the samples of a batch have sources of different sizes or numbers, which takes several network calls, "
-                "and several ranks must make equally many; set model.source_fit=sample and give each prompt as many "
-                "images, or set batch.rollout_batch_size=1 and batch.micro_batch_size=1 [TM2454]"
-            )
-        parts, order = [], torch.tensor([i for rows in groups.values() for i in rows])
-        for layout, members in groups.items():
-            rows = torch.tensor(members)
-            parts.append(self._predict_group(*select_rows((x, t), rows), select_rows(cond, rows), layout))
-        return select_rows(torch.cat(parts), order.argsort())
+        return predict_by_layout(self.net, self._predict_group, x, t, cond, self._layouts(x, cond))
 
     def _layouts(self, x: Tensor, cond: Condition) -> list[TokenSizes]:
         """Rows and columns of tokens of each sample and of its sources; without sizes, one source as large as it."""
