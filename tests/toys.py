@@ -31,6 +31,7 @@ from tastemaker.models.mochi import MochiSpec
 from tastemaker.models.modelscope import ModelscopeSpec
 from tastemaker.models.opensora.model import OpenSoraSpec
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_21 import QwenImage21Spec
 from tastemaker.models.qwen_image_edit import QwenImageEditSpec
 from tastemaker.models.sana import SanaSprintSpec
 from tastemaker.models.sd3 import Sd3Spec
@@ -109,6 +110,9 @@ PUBLISHED = {
     "qwen_image_edit": Family(
         QwenImageEditSpec().tiny(), GaussianProcess(RectifiedFlow(1.7, shift_terminal=0.02), FlowSDE(0.7), 4)
     ),
+    "qwen_image_21": Family(
+        QwenImage21Spec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.02), FlowSDE(0.7), 4)
+    ),
     "sana_sprint": Family(SanaSprintSpec().tiny(), GaussianProcess(TrigFlow(), ConsistencySampling(), 4)),
     "opensora": Family(OpenSoraSpec().tiny(), GaussianProcess(RectifiedFlow(2.4), FlowSDE(0.7), 4)),
     "sd15": Family(Sd15Spec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
@@ -130,7 +134,7 @@ VIDEO_MODELS = {
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # small random video generators, made of diffusers' components
 # Share their code with other models; expensive tests skip them.
-SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "qwen_image_edit", "sana_sprint")
+SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "qwen_image_edit", "qwen_image_21", "sana_sprint")
 TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),

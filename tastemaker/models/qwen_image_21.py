@@ -207,7 +207,7 @@ class QwenImage21Spec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = QWEN_IMAGE_21
-    layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImage21Pipeline", "transformer", "lora_unet", keep_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImage21Pipeline", "transformer", "", keep_names)
 
     @property
     def shape(self) -> tuple[int, ...]:

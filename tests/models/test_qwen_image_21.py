@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage21,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
-)
+from image_pipelines import make_qwen_21_pipeline
 from tiers import fast
-from tiny_pipelines import FixedNoise, random_network
+from tiny_pipelines import FixedNoise
 from torch import Tensor
-from transformers import ProcessorMixin, Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.policy import Backbone, Guidance
@@ -26,51 +19,19 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.models.pretrained import silence_libraries
-from tastemaker.models.qwen_image_21 import TINY_CONFIGS, QwenImage21Spec
+from tastemaker.models.qwen_image_21 import QwenImage21Spec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat on a mat", "two dogs"]
 SPEC = QwenImage21Spec(height=64, width=96, max_text_tokens=200)
-SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 8192,
-    "max_shift": 0.9,
-    "shift_terminal": 0.02,
-    "use_dynamic_shifting": True,
-}
-
-
-class TextProcessor(ProcessorMixin):
-    """A tokenizer as a processor: that of Qwen3-VL needs torchvision for videos."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-
-    def apply_chat_template(self, conversation: Any, **settings: Any) -> Any:
-        turns = [f"<|im_start|>{turn['role']}\n{turn['content'][0]['text']}<|im_end|>\n" for turn in conversation]
-        return self.tokenizer(["".join(turns)]).input_ids
-
-
-def make_pipeline() -> Any:
-    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
-    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
-    return QwenImage21Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=random_network(AutoencoderKLQwenImage21, TINY_CONFIGS["vae"], 1),
-        text_encoder=random_network(Qwen3VLForConditionalGeneration, Qwen3VLConfig(**TINY_CONFIGS["text_encoder"]), 2),
-        processor=TextProcessor(tokenizer),
-        transformer=random_network(QwenImage21Transformer2DModel, TINY_CONFIGS["transformer"], 3),
-    )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("qwen21")
     with silence_libraries():
-        pipeline = make_pipeline()
+        pipeline = make_qwen_21_pipeline()
         pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline, str(folder)

@@ -9,21 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImageEditPlusPipeline,
-    QwenImageTransformer2DModel,
-)
+from image_pipelines import make_qwen_edit_pipeline
 from PIL import Image
 from rich.console import Console
 from tiers import fast
-from tiny_pipelines import FixedNoise, random_network
+from tiny_pipelines import FixedNoise
 from torch import Tensor
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLProcessor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.processing_utils import ProcessorMixin
 
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.policy import Guidance
@@ -34,65 +25,20 @@ from tastemaker.data.embedding_precompute import EmbedOptions, embed_prompts
 from tastemaker.data.image_io import save_image, to_uint8
 from tastemaker.data.prompts import EditFile
 from tastemaker.models.pretrained import silence_libraries
-from tastemaker.models.qwen_image_edit import IMAGE_PAD, TINY_CONFIGS, QwenImageEditSpec, size_of_area
+from tastemaker.models.qwen_image_edit import QwenImageEditSpec, size_of_area
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
 
-VIDEO_PAD = "<|video_pad|>"
 PROMPT = "make the cup red"
 SPEC = QwenImageEditSpec(height=64, width=96, max_text_tokens=1400, source_pixels=64 * 64, condition_pixels=96 * 96)
 SIZES = [(80, 60), (48, 96), (64, 64)]  # height and width of the sources
-SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 8192,
-    "max_shift": 0.9,
-    "shift_terminal": 0.02,
-    "use_dynamic_shifting": True,
-}
-
-
-class EncoderWithTokenTypes(Qwen2_5_VLForConditionalGeneration):
-    """Qwen2.5-VL that finds out which tokens are images, as it did before transformers 5; the pipeline does not say."""
-
-    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
-        types = (input_ids == self.config.image_token_id).int()
-        return super().forward(input_ids=input_ids, mm_token_type_ids=types, **inputs)
-
-
-class PictureProcessor(Qwen2VLProcessor):
-    """Qwen2-VL's processor without that of videos, which needs torchvision."""
-
-    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
-        self.image_token, self.video_token = IMAGE_PAD, VIDEO_PAD
-        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([IMAGE_PAD, VIDEO_PAD])
-        ProcessorMixin.__init__(self, image_processor, tokenizer)
-
-
-def make_pipeline(**transformer_settings: Any) -> Any:
-    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
-    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[])
-    special = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE_PAD, VIDEO_PAD]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    ids = {"image_token_id": tokenizer.convert_tokens_to_ids(IMAGE_PAD), "video_token_id": 299}
-    config = Qwen2_5_VLConfig(**{**TINY_CONFIGS["text_encoder"], **ids})
-    return QwenImageEditPlusPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=random_network(AutoencoderKLQwenImage, TINY_CONFIGS["vae"], 1),
-        text_encoder=random_network(EncoderWithTokenTypes, config, 2),
-        tokenizer=tokenizer,
-        processor=PictureProcessor(Qwen2VLImageProcessorPil(), tokenizer),
-        transformer=random_network(
-            QwenImageTransformer2DModel, {**TINY_CONFIGS["transformer"], **transformer_settings}, 3
-        ),
-    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["2509", "2511"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("edit")
     with silence_libraries():
-        pipeline = make_pipeline(zero_cond_t=request.param)
+        pipeline = make_qwen_edit_pipeline(zero_cond_t=request.param)
         pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline, str(folder)

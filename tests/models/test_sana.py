@@ -11,18 +11,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoencoderDC,
-    FlowMatchEulerDiscreteScheduler,
-    SanaPipeline,
-    SanaSprintPipeline,
-    SanaTransformer2DModel,
     SCMScheduler,
 )
+from image_pipelines import make_sana_pipeline
 from safetensors.torch import save_file
 from tiers import fast
-from tiny_pipelines import FixedNoise, byte_t5_tokenizer, random_network
+from tiny_pipelines import FixedNoise
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2Model
 
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.policy import Backbone, Guidance
@@ -30,7 +25,7 @@ from tastemaker.core.randomness import Purpose, Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.models.pretrained import silence_libraries
-from tastemaker.models.sana import TINY_SANA, TINY_SPRINT, SanaSpec, SanaSprintSpec, sana_to_original
+from tastemaker.models.sana import SanaSpec, SanaSprintSpec, sana_to_original
 from tastemaker.processes.dynamics import ConsistencySampling
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, TrigFlow
@@ -38,20 +33,6 @@ from tastemaker.processes.paths import RectifiedFlow, TrigFlow
 PROMPTS = ["a red cat", "Two dogs, on a boat"]
 SPEC = SanaSpec(height=96, width=64, max_text_tokens=40)
 SPRINT = SanaSprintSpec(height=96, width=64, max_text_tokens=40)
-
-
-def make_pipeline(*, sprint: bool) -> Any:
-    configs = TINY_SPRINT if sprint else TINY_SANA
-    text_config = Gemma2Config(**{**TINY_SANA["text_encoder"], "vocab_size": 128})
-    parts = {
-        "tokenizer": byte_t5_tokenizer(),
-        "text_encoder": random_network(Gemma2Model, text_config, 1),
-        "vae": random_network(AutoencoderDC, configs["vae"], 2),
-        "transformer": random_network(SanaTransformer2DModel, configs["transformer"], 3),
-    }
-    if sprint:
-        return SanaSprintPipeline(scheduler=SCMScheduler(), **parts)
-    return SanaPipeline(scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **parts)
 
 
 def save(pipeline: Any, folder: Path) -> tuple[Any, str]:
@@ -63,12 +44,12 @@ def save(pipeline: Any, folder: Path) -> tuple[Any, str]:
 
 @pytest.fixture(scope="module")
 def sana(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    return save(make_pipeline(sprint=False), tmp_path_factory.mktemp("sana"))
+    return save(make_sana_pipeline(sprint=False), tmp_path_factory.mktemp("sana"))
 
 
 @pytest.fixture(scope="module")
 def sprint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    return save(make_pipeline(sprint=True), tmp_path_factory.mktemp("sprint"))
+    return save(make_sana_pipeline(sprint=True), tmp_path_factory.mktemp("sprint"))
 
 
 OPTIONS = {"height": 96, "width": 64, "use_resolution_binning": False, "max_sequence_length": 40}
