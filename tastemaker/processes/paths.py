@@ -363,8 +363,8 @@ class TrigFlow(NoisePath):
     def sample_timesteps(self, uniform: Tensor) -> Tensor:
         if self.timestep_sampling == "uniform":
             return uniform.clamp(1e-3, 1)
-        normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
-        return (self.log_tangent_mean + self.log_tangent_std * normal).exp().atan() / (math.pi / 2)
+        tangent: Tensor = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6)) * self.log_tangent_std
+        return (tangent + self.log_tangent_mean).exp().atan() / (math.pi / 2)
 
     def target(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return expand_dims_like(self.alpha(t), clean) * noise - expand_dims_like(self.sigma(t), clean) * clean
