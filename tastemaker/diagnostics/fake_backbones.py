@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self, cast
 
 import torch
+from diffusers import QwenImage21Transformer2DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from typing_extensions import override
@@ -87,6 +88,7 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
             backbone.embed = lambda prompts, metadata=(): Condition(
                 tuple(prompts), make_conditioning(conditioning, len(prompts), mode), tuple(metadata)
             )
+            backbone.embed_negative = backbone.embed
             yield backbone
 
 
@@ -148,6 +150,31 @@ class FakeExperts(NoiseLevelExperts):
         return (self.low(hidden_states, timestep, encoder_hidden_states, return_dict=False)[0],)
 
 
+class FakeQwenImage21(QwenImage21Transformer2DModel):  # type: ignore[misc]
+    """Qwen-Image 2.1's network for text-to-image, without its own code for sources, whose shapes depend on masks."""
+
+    @override
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        img_shapes: Any,
+        img_mask: Tensor,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        length = encoder_hidden_states.shape[1]
+        x = torch.cat([self.txt_in(encoder_hidden_states), self.img_in(hidden_states)], 1)
+        with unset_fake_temporarily():
+            is_image = torch.arange(x.shape[1]) >= length
+        rotary = self.pos_embed(img_shapes[0], is_image, device=torch.device("cpu"))
+        temb = self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(x.dtype), x)
+        settings = {"rotary_emb": rotary, "target_token_mask": is_image, "segments": [(0, length, True)]}
+        for block in self.transformer_blocks:
+            x = block(x, self.modulation(temb), **settings)
+        return (self.proj_out(self.norm_out(x, temb, is_image)),)
+
+
 def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSpec]:
     """Load a diffusers pipeline with random weights of the published sizes."""
     if not isinstance(spec, PublishedSpec):
@@ -161,6 +188,8 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
     if isinstance(backbone.net, NoiseLevelExperts):
         backbone.net.__class__ = FakeExperts
+    if isinstance(backbone.net, QwenImage21Transformer2DModel):
+        backbone.net.__class__ = FakeQwenImage21
     shapes = conditioning_shapes(spec, configs[hub])
     dtypes = {name: torch.bool if name == TEXT_MASK else placement.dtype for name in shapes}
     return backbone, {name: (shape, dtypes[name]) for name, shape in shapes.items()}
