@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self, cast
 
 import torch
-from diffusers import QwenImage21Transformer2DModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from typing_extensions import override
@@ -46,6 +45,7 @@ from ..models.opensora.model import OpenSoraBackbone, OpenSoraSpec
 from ..models.pipeline_components import RANDOM, PublishedSpec
 from ..models.pretrained import WeightsSource, find_cached
 from ..models.pretrained_autoencoder import load_vae
+from ..models.qwen_image_21 import QwenImage21Spec
 from ..models.qwen_image_edit import QwenImageEditSpec
 from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
@@ -150,29 +150,27 @@ class FakeExperts(NoiseLevelExperts):
         return (self.low(hidden_states, timestep, encoder_hidden_states, return_dict=False)[0],)
 
 
-class FakeQwenImage21(QwenImage21Transformer2DModel):  # type: ignore[misc]
-    """Qwen-Image 2.1's network for text-to-image, without its own code for sources, whose shapes depend on masks."""
-
-    @override
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        timestep: Tensor,
-        img_shapes: Any,
-        img_mask: Tensor,
-        return_dict: bool = False,
-    ) -> tuple[Tensor]:
-        length = encoder_hidden_states.shape[1]
-        x = torch.cat([self.txt_in(encoder_hidden_states), self.img_in(hidden_states)], 1)
-        with unset_fake_temporarily():
-            is_image = torch.arange(x.shape[1]) >= length
-        rotary = self.pos_embed(img_shapes[0], is_image, device=torch.device("cpu"))
-        temb = self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(x.dtype), x)
-        settings = {"rotary_emb": rotary, "target_token_mask": is_image, "segments": [(0, length, True)]}
-        for block in self.transformer_blocks:
-            x = block(x, self.modulation(temb), **settings)
-        return (self.proj_out(self.norm_out(x, temb, is_image)),)
+def trace_qwen_image_21(
+    net: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    timestep: Tensor,
+    img_shapes: Any,
+    img_mask: Tensor,
+    return_dict: bool = False,
+) -> tuple[Tensor]:
+    """The forward pass of Qwen-Image 2.1 for text-to-image, without its shapes that depend on the values of masks."""
+    length = encoder_hidden_states.shape[1]
+    x = torch.cat([net.txt_in(encoder_hidden_states), net.img_in(hidden_states)], 1)
+    with unset_fake_temporarily():
+        is_image = torch.arange(x.shape[1]) >= length
+    rotary = net.pos_embed(img_shapes[0], is_image, device=torch.device("cpu"))
+    temb = net.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(x.dtype), x)
+    settings = {"rotary_emb": rotary, "target_token_mask": is_image, "segments": [(0, length, True)]}
+    modulation = net.modulation(temb)
+    for block in net.transformer_blocks:
+        x = block(x, modulation, **settings)
+    return (net.proj_out(net.norm_out(x, temb, is_image)),)
 
 
 def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSpec]:
@@ -188,8 +186,8 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
     if isinstance(backbone.net, NoiseLevelExperts):
         backbone.net.__class__ = FakeExperts
-    if isinstance(backbone.net, QwenImage21Transformer2DModel):
-        backbone.net.__class__ = FakeQwenImage21
+    if isinstance(spec, QwenImage21Spec):
+        backbone.net.__class__ = type("FakeQwenImage21", (type(backbone.net),), {"forward": trace_qwen_image_21})
     shapes = conditioning_shapes(spec, configs[hub])
     dtypes = {name: torch.bool if name == TEXT_MASK else placement.dtype for name in shapes}
     return backbone, {name: (shape, dtypes[name]) for name, shape in shapes.items()}

@@ -34,7 +34,9 @@ SPEC = QwenImageEditSpec(height=64, width=96, max_text_tokens=1400, source_pixel
 SIZES = [(80, 60), (48, 96), (64, 64)]  # height and width of the sources
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["2509", "2511"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, id="2509", marks=pytest.mark.slow), pytest.param(True, id="2511")]
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("edit")
     with silence_libraries():
