@@ -121,7 +121,8 @@ def predict_by_layout(
         raise ValueError(
             "the samples of a batch differ in the length of their prompts, or in the number or size of their images, "
             "which takes several network calls, and ranks that share weights must make equally many; set "
-            "batch.rollout_batch_size=1 and batch.micro_batch_size=1, or engine.strategy=replicated [TM2454]"
+            "batch.rollout_batch_size=1 and batch.micro_batch_size=1, or engine.strategy=replicated; for images of one "
+            "size set model.source_fit=sample [TM2454]"
         )
     parts = []
     for layout, indices in members.items():

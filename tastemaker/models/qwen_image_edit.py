@@ -29,6 +29,7 @@ from .qwen_image import TINY_CONFIGS as QWEN_IMAGE_TINY
 from .text_encoders import CachedTextEncoder, TextEncoders, disable_autocast, temporarily_on_device
 
 MAX_SOURCES = 3
+MAX_CACHED_PROMPTS = 256  # one prompt with its images takes 7 MB of CPU memory
 IMAGE_PAD = "<|image_pad|>"
 PICTURE = ("Picture {}: <|vision_start|>", "<|vision_end|>")  # before and after the tokens of a source
 TEMPLATE = (
@@ -39,7 +40,6 @@ TEMPLATE = (
 )
 TEMPLATE_PREFIX_TOKENS = 64  # template tokens before the sources, which the transformer does not get
 SIDE_MULTIPLE = 32  # of the sizes that sources are resized to
-PIXELS_PER_TOKEN_SIDE = 16  # of an image token of the transformer
 TINY_IMAGE_TOKEN = 298  # no byte of a prompt has this id
 TINY_CONFIGS: ComponentConfigs = {
     **QWEN_IMAGE_TINY,
@@ -184,6 +184,7 @@ class CachedEditEncoder(CachedTextEncoder):
     ) -> None:
         self.requests: dict[str, Request] = {}  # by key
         super().__init__(lambda: load(self.requests), placement, fingerprint, embeddings)
+        self.max_cached_prompts = MAX_CACHED_PROMPTS
 
     def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
         images = [each.get("image") for each in metadata] or [None] * len(prompts)
@@ -226,6 +227,9 @@ class QwenImageEditBackbone(QwenImageBackbone):
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         sources = [read_source_images(each.get("image")) for each in metadata]
+        if any(sources):
+            for prompt, images in zip(prompts, sources, strict=True):
+                check_sources(prompt, images)
         keys = self.prompt_encoder.keys(prompts, [{"image": images} for images in sources])
         tensors = self.prompt_encoder(keys)
         self.prompt_encoder.requests.clear()
@@ -233,8 +237,6 @@ class QwenImageEditBackbone(QwenImageBackbone):
         cond = Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
         if not any(sources):
             return cond
-        for prompt, images in zip(prompts, sources, strict=True):
-            check_sources(prompt, images)
         latents, sizes = self._encode_sources(sources)
         return replace(cond, tensors={**cond.tensors, "sources": latents, "source_sizes": sizes})
 
