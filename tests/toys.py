@@ -31,6 +31,9 @@ from tastemaker.models.mochi import MochiSpec
 from tastemaker.models.modelscope import ModelscopeSpec
 from tastemaker.models.opensora.model import OpenSoraSpec
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_21 import QwenImage21Spec
+from tastemaker.models.qwen_image_edit import QwenImageEditSpec
+from tastemaker.models.sana import SanaSprintSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
@@ -41,10 +44,10 @@ from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.models.wan import WanSpec
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.autoregressive import AutoregressiveProcess
-from tastemaker.processes.dynamics import DDIM, FlowSDE
+from tastemaker.processes.dynamics import DDIM, ConsistencySampling, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.masked import MaskedProcess
-from tastemaker.processes.paths import KarrasPath, RectifiedFlow, VariancePreserving
+from tastemaker.processes.paths import KarrasPath, RectifiedFlow, TrigFlow, VariancePreserving
 from tastemaker.rewards.color import ColorReward
 
 # Each channel is high in two of these colors and low in the other two, so a prompt-independent bias gains no reward.
@@ -104,6 +107,13 @@ PUBLISHED = {
     "qwen_image": Family(
         QwenImageSpec().tiny(), GaussianProcess(RectifiedFlow(1.8, shift_terminal=0.02), FlowSDE(0.7), 4)
     ),
+    "qwen_image_edit": Family(
+        QwenImageEditSpec().tiny(), GaussianProcess(RectifiedFlow(1.7, shift_terminal=0.02), FlowSDE(0.7), 4)
+    ),
+    "qwen_image_21": Family(
+        QwenImage21Spec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.02), FlowSDE(0.7), 4)
+    ),
+    "sana_sprint": Family(SanaSprintSpec().tiny(), GaussianProcess(TrigFlow(), ConsistencySampling(), 4)),
     "opensora": Family(OpenSoraSpec().tiny(), GaussianProcess(RectifiedFlow(2.4), FlowSDE(0.7), 4)),
     "sd15": Family(Sd15Spec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
     "sdxl": Family(SdxlSpec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
@@ -123,7 +133,8 @@ VIDEO_MODELS = {
     ),
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # small random video generators, made of diffusers' components
-SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd")  # share their code with other video models; expensive tests skip them
+# Share their code with other models; expensive tests skip them.
+SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "qwen_image_edit", "qwen_image_21", "sana_sprint")
 TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,9 +40,6 @@ from .group_rules import check_group_rewards, check_pairwise_rewards, check_pool
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .validate import build_component
 
-if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` does without
-    pass
-
 Rule = Callable[[RunConfig, int], str | None]
 CommonRule = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
@@ -69,13 +66,21 @@ def check_objective_process(config: RunConfig, world_size: int) -> str | None:
 
 
 def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
-    if not config.objective.needs_stochastic or config.process.stochastic:
+    name, process = component_name(config.objective), config.process
+    if not config.objective.needs_stochastic:
         return None
-    name, advice = component_name(config.objective), "flow_sde, or ddim with eta above 0"
-    return (
-        f"process.dynamics: the objective '{name}' needs a stochastic sampler, but this sampler is deterministic; set "
-        f"process.dynamics.type to {advice} [TM782]"
-    )
+    if not process.stochastic:
+        return (
+            f"process.dynamics: the objective '{name}' needs a stochastic sampler, but this sampler is deterministic; "
+            "set process.dynamics.type to flow_sde, or ddim with eta above 0 [TM782]"
+        )
+    if isinstance(process, GaussianProcess) and process.num_steps == 1:
+        return (
+            f"process.num_steps: the objective '{name}' trains the noise that sampling steps add, but the last step "
+            "adds none and there is only one; set process.num_steps to at least 2, or use the objective "
+            "reward_gradient [TM2462]"
+        )
+    return None
 
 
 def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:

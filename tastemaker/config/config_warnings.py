@@ -25,7 +25,12 @@ def collect_warnings(config: AnyConfig) -> list[str]:
     """Return warnings about settings that are valid but unusual."""
     if not isinstance(config, RunConfig):
         return []
-    return [*_warn_emulated_bugs(config), *_warn_unguided_updates(config), *_warn_timestep_shift(config)]
+    return [
+        *_warn_emulated_bugs(config),
+        *_warn_unguided_updates(config),
+        *_warn_timestep_shift(config),
+        *_warn_distilled_sampling(config),
+    ]
 
 
 EMULATED_BUGS = {
@@ -71,6 +76,25 @@ def _warn_timestep_shift(config: RunConfig) -> list[str]:
             "[TM807]"
         )
     ]
+
+
+def _warn_distilled_sampling(config: RunConfig) -> list[str]:
+    """Warn about guidance, and about many steps, with weights that were distilled to few steps with their guidance."""
+    steps, process, guidance = config.model.distilled_steps, config.process, config.guidance
+    if steps is None or not isinstance(process, GaussianProcess):
+        return []
+    found, name = [], config.model.weights
+    if process.num_steps > 2 * steps:
+        found.append(
+            f"process.num_steps: {process.num_steps}, but {name} is distilled to {steps} steps and does not improve "
+            f"with many more; set process.num_steps={steps} [TM2460]"
+        )
+    if guidance is not None and guidance.scale != 1:
+        found.append(
+            f"guidance.scale: {guidance.scale:g}, but {name} is distilled with its guidance, so that more doubles the "
+            "cost and oversaturates samples; set guidance.scale=1 [TM2461]"
+        )
+    return found
 
 
 def warn_small_lora_updates(config: AnyConfig) -> list[str]:

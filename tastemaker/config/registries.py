@@ -29,6 +29,10 @@ MODELS = Registry(
         "modelscope": "tastemaker.models.modelscope:ModelscopeSpec",
         "opensora": "tastemaker.models.opensora.model:OpenSoraSpec",
         "qwen_image": "tastemaker.models.qwen_image:QwenImageSpec",
+        "qwen_image_21": "tastemaker.models.qwen_image_21:QwenImage21Spec",
+        "qwen_image_edit": "tastemaker.models.qwen_image_edit:QwenImageEditSpec",
+        "sana": "tastemaker.models.sana:SanaSpec",
+        "sana_sprint": "tastemaker.models.sana:SanaSprintSpec",
         "sd15": "tastemaker.models.sd15:Sd15Spec",
         "sd3": "tastemaker.models.sd3:Sd3Spec",
         "sdxl": "tastemaker.models.sdxl:SdxlSpec",
@@ -55,6 +59,7 @@ PATHS = Registry(
         "rectified_flow": "tastemaker.processes.paths:RectifiedFlow",
         "variance_preserving": "tastemaker.processes.paths:VariancePreserving",
         "karras": "tastemaker.processes.paths:KarrasPath",
+        "trigflow": "tastemaker.processes.paths:TrigFlow",
     },
 )
 DYNAMICS = Registry(
@@ -65,6 +70,7 @@ DYNAMICS = Registry(
         "flow_sde": "tastemaker.processes.dynamics:FlowSDE",
         "dance_sde": "tastemaker.processes.dynamics:DanceSDE",
         "cps": "tastemaker.processes.dynamics:CPS",
+        "consistency": "tastemaker.processes.dynamics:ConsistencySampling",
     },
 )
 OBJECTIVES = Registry(

@@ -25,7 +25,7 @@ def embed_with_negative(
     if model.has_unconditional and not guidance.negative_prompt:
         uncond = model.without_prompt(cond)
     else:
-        uncond = model.embed([guidance.negative_prompt] * len(prompts), metadata)
+        uncond = model.embed_negative([guidance.negative_prompt] * len(prompts), metadata)
     return replace(cond, tensors={**cond.tensors, **{NEGATIVE + key: x for key, x in uncond.tensors.items()}})
 
 

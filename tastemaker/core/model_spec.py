@@ -12,7 +12,7 @@ from torch import Tensor
 from .cards import WeightsSource
 from .policy import Backbone, Process
 from .registry import ConfigError
-from .types import Placement, Prompts
+from .types import Metadata, Placement, Prompts
 
 Tensors = dict[str, Tensor]
 # What prompt embeddings depend on: the kind of model, its settings, and digests of its encoders.
@@ -26,6 +26,9 @@ class PromptEncoder(Protocol):
 
     @property
     def fingerprint(self) -> EncoderFingerprint: ...
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
+        """The texts under which embeddings are kept: the prompts, with what else the encoder reads of them."""
+
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]: ...
 
 
@@ -109,6 +112,11 @@ class ModelSpec(ABC):
     @property
     def timestep_shift(self) -> float | None:
         """The timestep shift its weights were trained with at this size and length; None if it is not known."""
+        return None
+
+    @property
+    def distilled_steps(self) -> int | None:
+        """Sampling steps that its weights were distilled to, with their guidance; None if they were not distilled."""
         return None
 
     @property

@@ -69,6 +69,10 @@ class Backbone(TrainableModel, ABC):
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         """Encode prompts, with their metadata if the model reads any (reference image, fps …)."""
 
+    def embed_negative(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        """Encode negative prompts, where the model treats them differently from others."""
+        return self.embed(prompts, metadata)
+
     @abstractmethod
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The network's output: velocity, noise or clean sample [B, ...], or logits [B, K, V]."""

@@ -16,9 +16,9 @@ from ..config.registries import DATA, MODELS
 from ..config.validate import build_component
 from ..console import ProgressBar, make_console
 from ..core import output_paths
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import ModelSpec, PromptEncoder
 from ..core.registry import ConfigError
-from ..core.types import Placement
+from ..core.types import Placement, PromptBatch
 from .dataset import DataSpec
 from .embedding_store import CAPTIONS, EmbeddingStore, ShardedEmbeddingStore, SRPOEmbeddingStore, fill_embedding_store
 from .prompts import open_prompt_file
@@ -59,10 +59,11 @@ def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, co
     else:
         settings = read_recipe(options.model, options.overrides)
     spec = build_embedding_model(settings, tiny=tiny)
-    prompts = load_prompts(options, settings)
-    negatives = [text for text in extra_prompts(settings) if text not in set(prompts)]
+    batch = load_prompts(options, settings)
     encoder = spec.load_prompt_encoder(placement)
     encoder.max_cached_prompts = BATCH_SIZE  # no prompt is embedded twice
+    prompts = encoder.keys(batch.prompts, batch.metadata)
+    negatives = [key for key in extra_keys(encoder, settings, batch) if key not in set(prompts)]
     store: EmbeddingStore
     if options.layout == "tastemaker":
         store = ShardedEmbeddingStore(options.out, encoder.fingerprint, negatives, options.rank)
@@ -102,8 +103,8 @@ def build_embedding_model(settings: dict[str, Any], *, tiny: bool) -> ModelSpec:
     return bare.tiny() if tiny else bare  # type: ignore[no-any-return]
 
 
-def load_prompts(options: EmbedOptions, settings: dict[str, Any]) -> list[str]:
-    """The prompts of the file, or of the data of the recipe, in their order."""
+def load_prompts(options: EmbedOptions, settings: dict[str, Any]) -> PromptBatch:
+    """The prompts of the file, or of the data of the recipe, in their order, with their metadata."""
     if options.prompts is not None:
         data: Any = open_prompt_file(options.prompts)
     elif "data" in settings:
@@ -114,7 +115,18 @@ def load_prompts(options: EmbedOptions, settings: dict[str, Any]) -> list[str]:
             f"prompts as data ({', '.join(DATA)}) [TM140]"
         )
     dataset = data.load(0)
-    return list(dataset.first_prompts(min(len(dataset), options.limit or len(dataset))).prompts)
+    batch: PromptBatch = dataset.first_prompts(min(len(dataset), options.limit or len(dataset)))
+    return batch
+
+
+def extra_keys(encoder: PromptEncoder, settings: dict[str, Any], batch: PromptBatch) -> list[str]:
+    """Keys of the prompts beside the data; a negative prompt is embedded with what each prompt of the data has."""
+    keys = encoder.keys(extra_prompts(settings))
+    guidance = settings.get("guidance")
+    if guidance:
+        negative = [str(guidance.get("negative_prompt", ""))] * len(batch.prompts)
+        keys += encoder.keys(negative, batch.metadata, negative=True)
+    return list(dict.fromkeys(keys))
 
 
 def extra_prompts(settings: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ which needs a GPU, is replaced by one that takes the same memory and runs only t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from ..models.opensora.model import OpenSoraBackbone, OpenSoraSpec
 from ..models.pipeline_components import RANDOM, PublishedSpec
 from ..models.pretrained import WeightsSource, find_cached
 from ..models.pretrained_autoencoder import load_vae
+from ..models.qwen_image_21 import QwenImage21Spec
+from ..models.qwen_image_edit import QwenImageEditSpec
 from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
@@ -85,6 +88,7 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
             backbone.embed = lambda prompts, metadata=(): Condition(
                 tuple(prompts), make_conditioning(conditioning, len(prompts), mode), tuple(metadata)
             )
+            backbone.embed_negative = backbone.embed
             yield backbone
 
 
@@ -146,6 +150,29 @@ class FakeExperts(NoiseLevelExperts):
         return (self.low(hidden_states, timestep, encoder_hidden_states, return_dict=False)[0],)
 
 
+def trace_qwen_image_21(
+    net: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    timestep: Tensor,
+    img_shapes: Any,
+    img_mask: Tensor,
+    return_dict: bool = False,
+) -> tuple[Tensor]:
+    """The forward pass of Qwen-Image 2.1 for text-to-image, without its shapes that depend on the values of masks."""
+    length = encoder_hidden_states.shape[1]
+    x = torch.cat([net.txt_in(encoder_hidden_states), net.img_in(hidden_states)], 1)
+    with unset_fake_temporarily():
+        is_image = torch.arange(x.shape[1]) >= length
+    rotary = net.pos_embed(img_shapes[0], is_image, device=torch.device("cpu"))
+    temb = net.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(x.dtype), x)
+    settings = {"rotary_emb": rotary, "target_token_mask": is_image, "segments": [(0, length, True)]}
+    modulation = net.modulation(temb)
+    for block in net.transformer_blocks:
+        x = block(x, modulation, **settings)
+    return (net.proj_out(net.norm_out(x, temb, is_image)),)
+
+
 def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSpec]:
     """Load a diffusers pipeline with random weights of the published sizes."""
     if not isinstance(spec, PublishedSpec):
@@ -159,6 +186,8 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
     if isinstance(backbone.net, NoiseLevelExperts):
         backbone.net.__class__ = FakeExperts
+    if isinstance(spec, QwenImage21Spec):
+        backbone.net.__class__ = type("FakeQwenImage21", (type(backbone.net),), {"forward": trace_qwen_image_21})
     shapes = conditioning_shapes(spec, configs[hub])
     dtypes = {name: torch.bool if name == TEXT_MASK else placement.dtype for name in shapes}
     return backbone, {name: (shape, dtypes[name]) for name, shape in shapes.items()}
@@ -382,6 +411,11 @@ VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = 
 }
 
 
+def is_editor(spec: Any) -> bool:
+    """Whether the network reads the tokens of an image beside those of the sample; the plan counts one, as large."""
+    return isinstance(spec, FluxKontextSpec | QwenImageEditSpec)
+
+
 def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes:
     """Shapes for image models, and for video models with a UNet."""
     if "unet" in sizes:
@@ -389,14 +423,19 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
         shapes |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
         return shapes | ({"pooled_prompt_embeds": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
     net = sizes["transformer"]
+    if "caption_channels" in net:  # Sana
+        return masked_text_shapes(spec, int(net["caption_channels"]))
+    if "context_in_dim" in net:  # Qwen-Image 2.1
+        return {"prompt_embeds": (spec.max_text_tokens, int(net["context_in_dim"]))}
     if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
-        return {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+        shapes = {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+        return shapes | ({"sources": (math.prod(spec.shape[:2]), spec.shape[2])} if is_editor(spec) else {})
     before = CLIP_TEXT_TOKENS if "text_encoder_3" in sizes else 0
     shapes = {
         "prompt_embeds": (before + spec.max_text_tokens, int(net["joint_attention_dim"])),
         "pooled_prompt_embeds": (int(net["pooled_projection_dim"]),),
     }
-    if isinstance(spec, FluxKontextSpec):  # reads the tokens of the image that it edits, patches of 2x2 latents
+    if is_editor(spec):  # reads the tokens of the image that it edits, patches of 2x2 latents
         channels, height, width = spec.shape[-3:]
         shapes["reference"] = (height * width // 4, 4 * channels)
     return shapes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
-from ..core.types import Placement, Prompts
+from ..core.types import Metadata, Placement, Prompts
 from .component_configs import ComponentConfigs
 from .pipeline_components import TINY, PipelineComponents
 from .pretrained import WeightsSource
@@ -73,6 +74,9 @@ class CachedCaptionEncoder:
     @property
     def fingerprint(self) -> EncoderFingerprint:
         return dict(self.encoder.fingerprint)
+
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
+        return self.encoder.keys(prompts, metadata, negative=negative)
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
         captions = [prompt for prompt in prompts if prompt.strip()]

@@ -83,8 +83,9 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder_2": {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2},
 }
 DEV = WeightsSource("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
+SCHNELL = WeightsSource("black-forest-labs/FLUX.1-schnell", "", "34 GB", "Apache-2.0")
 FLUX = PublishedModel(
-    "flux", (DEV,), TINY_CONFIGS, {DEV.hub: FLUX_DEV, "black-forest-labs/FLUX.1-schnell": FLUX_SCHNELL}
+    "flux", (DEV, SCHNELL), TINY_CONFIGS, {DEV.hub: FLUX_DEV, SCHNELL.hub: FLUX_SCHNELL}, few_steps={SCHNELL.hub: 4}
 )
 
 DOUBLE, SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."

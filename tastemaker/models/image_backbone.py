@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
-from ..core.types import Condition, Metadata, Prompts
-from ..data.image_io import read_image
+from ..core.types import Condition, Metadata, Prompts, select_rows
+from ..data.image_io import read_image, to_uint8
+from .nets.gpt import is_sharded
 from .text_encoders import CachedTextEncoder, disable_autocast
+
+L = TypeVar("L", bound=Hashable)
 
 DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here
 NUM_TRAIN_TIMESTEPS = 1000  # of every published diffusion model here
-DECODE_BATCH_LATENTS = 1 << 13  # latent positions decoded in one call: one image of 720x720, or two of 512x512
+DECODE_BATCH_LATENTS = 1 << 13  # latents of 8x8 pixels decoded in one call: one image of 720x720, two of 512x512
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class FrozenVae:
     shift: Tensor  # scalar, or per channel [C, 1, 1]
     scale: Tensor
     is_video: bool = False  # a video VAE, which encodes each image as a clip of one frame
+    downsample_factor: int = DOWNSAMPLE_FACTOR  # pixels per latent and side
 
     @classmethod
     def from_config(cls, net: Any, config: Mapping[str, Any], *, is_video: bool) -> FrozenVae:
@@ -53,7 +59,8 @@ class FrozenVae:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode in small batches: the activations of one decoder call take gigabytes."""
-        batch_size = max(1, DECODE_BATCH_LATENTS // latents[0, 0].numel())
+        positions = latents[0, 0].numel() * self.downsample_factor**2 // DOWNSAMPLE_FACTOR**2
+        batch_size = max(1, DECODE_BATCH_LATENTS // positions)
         return torch.cat([self._decode(batch) for batch in torch.split(latents, batch_size)])
 
     def _decode(self, latents: Tensor) -> Tensor:
@@ -93,6 +100,36 @@ class ImageBackbone(TextConditionedBackbone):
         latents = x if frames is None else x[:, list(frames)]
         pixels = self.autoencoder.decode(latents.flatten(0, 1))
         return pixels.view(*latents.shape[:2], *pixels.shape[1:])
+
+
+def predict_by_layout(
+    net: nn.Module,
+    predict: Callable[[Tensor, Tensor, Condition, L], Tensor],
+    x: Tensor,
+    t: Tensor,
+    cond: Condition,
+    layouts: Sequence[L],
+) -> Tensor:
+    """Predict samples whose network takes one layout of tokens per call: in one call for each layout among them.
+
+    Sharded networks (FSDP) need equally many calls on all ranks, so that several layouts are refused there.
+    """
+    members = {layout: [i for i, each in enumerate(layouts) if each == layout] for layout in layouts}
+    if len(members) == 1:
+        return predict(x, t, cond, layouts[0])
+    if is_sharded(net):
+        raise ValueError(
+            "the samples of a batch differ in the length of their prompts, or in the number or size of their images, "
+            "which takes several network calls, and ranks that share weights must make equally many; set "
+            "batch.rollout_batch_size=1 and batch.micro_batch_size=1, or engine.strategy=replicated; for images of one "
+            "size set model.source_fit=sample [TM2454]"
+        )
+    parts = []
+    for layout, indices in members.items():
+        rows = torch.tensor(indices)
+        parts.append(predict(*select_rows((x, t), rows), select_rows(cond, rows), layout))
+    order = torch.tensor([i for indices in members.values() for i in indices])
+    return select_rows(torch.cat(parts), order.argsort())
 
 
 def unet_timestep(t: Tensor, num_train_timesteps: int = NUM_TRAIN_TIMESTEPS) -> Tensor:
@@ -138,6 +175,34 @@ def read_condition_image(image: object, height: int, width: int) -> Tensor | Non
     """
     pixels = read_image(Path(image)) if isinstance(image, (str, Path)) else image
     return resize_and_center_crop(pixels[:1], height, width) if isinstance(pixels, Tensor) else None
+
+
+def read_source_images(image: object) -> tuple[Tensor, ...]:
+    """Read the images that a prompt comes with, in their own sizes: [1, 3, H, W] each.
+
+    `image` is a path, pixels [F, 3, H, W], or a list of those; None is no image. Of several frames the first is taken.
+    """
+    if image is None:
+        return ()
+    sources: list[Tensor] = []
+    for each in image if isinstance(image, (list, tuple)) else (image,):
+        pixels = read_image(Path(each)) if isinstance(each, (str, Path)) else each
+        if not isinstance(pixels, Tensor) or pixels.dim() != 4:
+            raise ValueError(
+                f"metadata: expected a path, pixels [F, 3, H, W] or a list of those as 'image', got "
+                f"{type(each).__name__}; correct 'image' [TM2450]"
+            )
+        sources.append(pixels[:1])
+    return tuple(sources)
+
+
+def resize_with_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resize an image [1, 3, H, W] as Pillow does, in 8 bits per channel, as diffusers' pipelines do."""
+    if tuple(pixels.shape[2:]) == (height, width):
+        return pixels
+    (array,) = to_uint8(pixels)
+    resized = Image.fromarray(array).resize((width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None].to(pixels.device, torch.float32) / 255
 
 
 def condition_image_key(image: object) -> int | str:

@@ -44,6 +44,7 @@ class PublishedModel:
     releases: tuple[WeightsSource, ...]  # the default first
     tiny_configs: Mapping[str, Mapping[str, Any]]  # settings of small random components
     configs: dict[str, ComponentConfigs] = field(default_factory=dict)  # published settings, by hub id
+    few_steps: Mapping[str, int] = field(default_factory=dict)  # sampling steps of distilled releases, by hub id
 
     def source(self, weights: str) -> WeightsSource:
         """Return the release of that hub id; for a local folder, the default release."""
@@ -62,6 +63,7 @@ class PublishedSpec(ModelSpec):
     text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)  # components of the pipeline
     # Settings that prompt embeddings depend on, by the keys under which they are stored with embeddings.
     embedding_settings: ClassVar[Mapping[str, str]] = {"max_text_tokens": "max_text_tokens"}
+    negative_mark: ClassVar[str] = ""  # before the keys of negative prompts, if they are encoded differently
     weights: str
     embeddings: Path | None
     seed: int
@@ -69,6 +71,10 @@ class PublishedSpec(ModelSpec):
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
         return weight_sources(self.weights, *self.published.releases)
+
+    @property
+    def distilled_steps(self) -> int | None:
+        return self.published.few_steps.get(self.weights)
 
     def components(self, placement: Placement) -> PipelineComponents:
         return self.published.components(self.weights, placement, self.seed)
@@ -89,6 +95,7 @@ class PublishedSpec(ModelSpec):
             self.text_encoders,
             {"model": self.published.name, **settings},
             self.embeddings,
+            self.negative_mark,
         )
 
     def load_text_encoders(self, components: PipelineComponents) -> TextEncoders:
@@ -233,11 +240,16 @@ class PipelineComponents:
         components: Sequence[str],
         settings: Mapping[str, object],
         embeddings: Path | None,
+        negative_mark: str = "",
     ) -> CachedTextEncoder:
         """Put text encoders behind a cache, identified by `settings` and the digests of their components."""
+        fingerprint = self.encoder_fingerprint(components, settings)
+        return CachedTextEncoder(load, self.placement, fingerprint, embeddings, negative_mark)
+
+    def encoder_fingerprint(self, components: Sequence[str], settings: Mapping[str, object]) -> dict[str, str]:
+        """Return what identifies embeddings: settings, and the digests of the text encoders that are on disk."""
         digests = {name: digest for name in components if (digest := self.text_encoder_digest(name))}
-        fingerprint = {**{name: str(value) for name, value in settings.items()}, **digests}
-        return CachedTextEncoder(load, self.placement, fingerprint, embeddings)
+        return {**{name: str(value) for name, value in settings.items()}, **digests}
 
     def text_encoder_digest(self, component: str) -> str:
         """Return a digest of a text encoder's weights, or '' if they are not on disk."""

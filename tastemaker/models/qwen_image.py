@@ -168,17 +168,21 @@ class QwenImageBackbone(ImageBackbone):
         return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return self.predict_tokens(x.flatten(1, 2), t, cond, [x.shape[1:3]]).view_as(x)
+
+    def predict_tokens(self, tokens: Tensor, t: Tensor, cond: Condition, sizes: Sequence[Sequence[int]]) -> Tensor:
+        """Return the velocity of packed latents [B, n, 64]: those of images of these heights and widths in a row."""
         prompt_embeds, mask = trim_padding(cond.tensors["prompt_embeds"], cond.tensors.get("lengths"))
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         velocity: Tensor = self.net(
-            hidden_states=x.flatten(1, 2).to(dtype),
+            hidden_states=tokens.to(dtype),
             encoder_hidden_states=prompt_embeds.to(dtype),
-            encoder_hidden_states_mask=None if mask is None else mask.to(x.device),
+            encoder_hidden_states_mask=None if mask is None else mask.to(tokens.device),
             timestep=t,
-            img_shapes=[[(1, x.shape[1], x.shape[2])]] * len(x),
+            img_shapes=[[(1, height, width) for height, width in sizes]] * len(tokens),
             return_dict=False,
         )[0]
-        return velocity.view_as(x)
+        return velocity
 
     def with_size(self, height: int, width: int) -> Self:
         other, factor = copy(self), 2 * DOWNSAMPLE_FACTOR

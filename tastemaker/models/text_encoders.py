@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
-from ..core.types import Placement, Prompts
+from ..core.types import Metadata, Placement, Prompts
 from ..data.embedding_store import EmbeddingsByPrompt, open_embedding_store
 
 MAX_CACHED_PROMPTS = 1024  # one prompt of FLUX takes 4 MB of CPU memory
@@ -113,8 +113,10 @@ class CachedTextEncoder:
         placement: Placement,
         fingerprint: EncoderFingerprint,
         embeddings: Path | None,
+        negative_mark: str = "",
     ) -> None:
         self.placement, self.fingerprint, self.max_cached_prompts = placement, fingerprint, MAX_CACHED_PROMPTS
+        self.negative_mark = negative_mark  # before the keys of negative prompts, if they are encoded differently
         self.store = None if embeddings is None else open_embedding_store(embeddings, fingerprint)
         self._load = load
         self._loaded = load() if self.store is None else None
@@ -133,8 +135,12 @@ class CachedTextEncoder:
         self.trainable = True
         return {each.component: each.net.to(each.device) for each in self._encoders_for("").text_encoders}
 
+    def keys(self, prompts: Prompts, metadata: Sequence[Metadata] = (), *, negative: bool = False) -> list[str]:
+        """Return the texts under which embeddings are kept: the prompts, with what else the encoders read of them."""
+        return [self.negative_mark + prompt for prompt in prompts] if negative else list(prompts)
+
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
-        """Embed prompts: [B, ...] by name, on the device of the run."""
+        """Embed prompts, given by their keys: [B, ...] by name, on the device of the run."""
         device, unique = self.placement.device, list(dict.fromkeys(prompts))
         if self.trainable:
             rows = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)

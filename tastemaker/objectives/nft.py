@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, ScoredRollout, require_settings, rollout_and_score
+from ..core.randomness import Purpose, Randomness
 from ..core.types import Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
 from .advantages import combine_advantages, filter_weights, group_mean_advantages
@@ -26,6 +27,8 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     group_size: int = 8
     beta: float = 1.0  # strength of the implicit positive and negative policies
     num_timesteps: int = 2  # noise levels per sample
+    # Of the training distribution, or those that the sampler visits: a distilled model need not know any others.
+    levels: Literal["random", "sampler"] = "random"
     advantage_clip: float = 5.0  # advantages are clipped to it; it also scales the loss
     kl_coef: float = 1e-4  # weight of the squared distance to the reference's prediction; small runs collapse without
     combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
@@ -80,7 +83,8 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     def loss(self, ctx: Context[GaussianProcess], experience: ScoredRollout, part: int) -> Loss:
         """r |x+ - x0|^2 + (1 - r) |x- - x0|^2 with x+- = old +- beta (policy - old), r from the advantage in [0, 1]."""
         policy, cond, clean = ctx.policy, experience.trajectory.cond, experience.trajectory.final
-        noisy = policy.corrupt(clean, experience.rng, draw=ctx.epoch * self.num_timesteps + part)
+        draw = ctx.epoch * self.num_timesteps + part
+        noisy = policy.corrupt(clean, experience.rng, self._levels(policy.process, experience.rng, draw), draw=draw)
         with policy.weights.use("old"):
             old = policy.restore(cond, noisy).mean
         reference = None
@@ -97,6 +101,14 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
             kl = ((prediction - reference) ** 2).flatten(1).mean(1) * policy.process.path.output_error_weight(noisy.t)
             rows, metrics["kl"] = rows + self.kl_coef * kl, kl.detach()
         return Loss(experience.weighted(rows / self.num_timesteps), metrics)
+
+    def _levels(self, process: GaussianProcess, rng: Randomness, draw: int) -> Tensor | None:
+        """One of the levels at which the sampler calls the network, for each sample: [B]; None: at random."""
+        if self.levels == "random":
+            return None
+        visited = process.path.timesteps(process.num_steps)[:-1].to(rng.rows.device)
+        uniform = rng.uniform(Purpose.TIMESTEP, 1, draw=draw).flatten()
+        return visited[(uniform * len(visited)).long()]
 
     def after_update(self, ctx: Context[GaussianProcess]) -> None:
         decay = min(self.old_policy_decay_rate * ctx.rng.step, self.old_policy_decay_max)

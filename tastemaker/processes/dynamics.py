@@ -148,3 +148,17 @@ class CPS(NoiseLevelDynamics):
     def step(self, path: NoisePath, step: DenoisingStep) -> SquaredErrorGaussian:
         std = step.s * math.sin(self.noise_level * math.pi / 2)
         return SquaredErrorGaussian(ddim_mean(path, step, std), std)
+
+
+@dataclass(frozen=True)
+class ConsistencySampling(SamplerDynamics):
+    """Multistep consistency sampling: predict the clean sample, then noise it anew to the next level.
+
+    A step is a Gaussian around alpha(s) clean with deviation sigma(s), so that its log-probability is exact. The last
+    step ends at the predicted clean sample. The sampler of Sana-Sprint, and DDIM that keeps none of the noise.
+    """
+
+    stochastic: ClassVar[bool] = True
+
+    def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        return Gaussian(expand_dims_like(path.alpha(step.s), step.clean) * step.clean, path.sigma(step.s))

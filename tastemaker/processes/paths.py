@@ -1,7 +1,7 @@
 """Noise paths: x_t = alpha(t) x_0 + sigma(t) noise for t from 0 (clean) to 1 (noise), and what the network predicts.
 
 `RectifiedFlow` is that of FLUX, SD3 and most video models, `VariancePreserving` that of DDPM and Stable Diffusion,
-`KarrasPath` that of Stable Video Diffusion.
+`KarrasPath` that of Stable Video Diffusion, `TrigFlow` that of consistency models such as Sana-Sprint.
 """
 
 from __future__ import annotations
@@ -318,3 +318,59 @@ class KarrasPath(NoisePath):
 
     def output_error_weight(self, t: Tensor) -> Tensor:
         return self.sigma(t).clamp(min=1e-4) ** -2
+
+
+def trigflow_angle(t: Tensor) -> Tensor:
+    """The angle of TrigFlow at t: 0 for the clean sample, a right angle for noise."""
+    return t.float() * (math.pi / 2)
+
+
+@dataclass(frozen=True)
+class TrigFlow(NoisePath):
+    """TrigFlow (Lu and Song 2024): alpha = cos, sigma = sin of an angle; the network predicts its velocity.
+
+    Samples have unit variance at every level. Continuous-time consistency models (sCM, Sana-Sprint) are trained on it.
+    """
+
+    intermediate_angle: float | None = 1.3  # where the second of two sampling steps begins; null: halfway
+    timestep_sampling: Literal["uniform", "log_normal"] = "uniform"  # of training timesteps
+    log_tangent_mean: float = -0.8  # of the logarithm of sigma / alpha, for log_normal
+    log_tangent_std: float = 1.6
+
+    def __post_init__(self) -> None:
+        if self.intermediate_angle is not None and not 0 < self.intermediate_angle < math.pi / 2:
+            raise ValueError(
+                "'intermediate_angle': expected an angle between 0 and pi / 2, or null, got "
+                f"{self.intermediate_angle}; correct 'intermediate_angle' [TM2456]"
+            )
+        if not self.log_tangent_std > 0:
+            raise ValueError(
+                f"'log_tangent_std': expected a number above 0, got {self.log_tangent_std}; correct 'log_tangent_std' "
+                "[TM2457]"
+            )
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return trigflow_angle(t).cos()
+
+    def sigma(self, t: Tensor) -> Tensor:
+        return trigflow_angle(t).sin()
+
+    def timesteps(self, num_steps: int) -> Tensor:
+        if num_steps == 2 and self.intermediate_angle is not None:
+            return torch.tensor([1.0, self.intermediate_angle / (math.pi / 2), 0.0])
+        return torch.linspace(1, 0, num_steps + 1)
+
+    def sample_timesteps(self, uniform: Tensor) -> Tensor:
+        if self.timestep_sampling == "uniform":
+            return uniform.clamp(1e-3, 1)
+        tangent: Tensor = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6)) * self.log_tangent_std
+        return (tangent + self.log_tangent_mean).exp().atan() / (math.pi / 2)
+
+    def target(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return expand_dims_like(self.alpha(t), clean) * noise - expand_dims_like(self.sigma(t), clean) * clean
+
+    def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
+        return expand_dims_like(self.alpha(t), x) * x - expand_dims_like(self.sigma(t), x) * output
+
+    def output_error_weight(self, t: Tensor) -> Tensor:
+        return self.sigma(t).clamp(min=1e-3) ** -2

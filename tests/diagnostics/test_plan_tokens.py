@@ -1,6 +1,8 @@
-"""Resource estimates of token generators and Qwen-Image: KV cache, rollouts and scoring."""
+"""Resource estimates of token generators, Qwen-Image and Sana: KV cache, rollouts and scoring."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -8,7 +10,7 @@ from typer.testing import CliRunner
 from tastemaker.cli import app
 from tastemaker.config.load import load
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
-from tastemaker.models import qwen_image
+from tastemaker.models import qwen_image, qwen_image_21, qwen_image_edit, sana
 from tastemaker.models.llamagen.model import VARIANTS as WIDTHS
 
 LLAMAGEN = [
@@ -135,6 +137,28 @@ def test_plan_qwen_image(monkeypatch: pytest.MonkeyPatch) -> None:
     resources = estimate(
         "srpo-qwen-image", "model.height=64", "model.width=64", "model.max_text_tokens=16", "rewards={}"
     )
+    assert resources.frozen > 0 and 0 < resources.collect_activations < resources.total
+
+
+EDIT, SPRINT, QWEN_21 = "Qwen/Qwen-Image-Edit-2509", sana.SPRINT_SOURCE.hub, "Qwen/Qwen-Image-2.1"
+SANA = sana.SOURCE.hub
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "published", "hub", "tiny"),
+    [
+        ("reward-gradient-qwen-image-edit", qwen_image_edit.QWEN_IMAGE_EDIT, EDIT, qwen_image_edit.TINY_CONFIGS),
+        ("grpo-qwen-image-21", qwen_image_21.QWEN_IMAGE_21, QWEN_21, qwen_image_21.TINY_CONFIGS),
+        ("grpo-sana-sprint", sana.SPRINT, SPRINT, sana.TINY_SPRINT),
+        ("reward-gradient-sana", sana.SANA, SANA, sana.TINY_SANA),
+    ],
+)
+def test_plan_image_models(recipe: str, published: Any, hub: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small networks of the published layout; an edited image adds its tokens to the activations."""
+    without_text_encoder = {name: tiny[name] for name in ("transformer", "vae")}
+    monkeypatch.setitem(published.configs, hub, without_text_encoder)
+    resources = estimate(recipe, "model.height=64", "model.width=64", "model.max_text_tokens=16", "rewards={}")
     assert resources.frozen > 0 and 0 < resources.collect_activations < resources.total
 
 

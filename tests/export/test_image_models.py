@@ -1,9 +1,10 @@
-"""Exports of SD3, Qwen-Image, SD 1.5 and SDXL: diffusers computes the same with pipelines and LoRA files."""
+"""Exports of SD3, Qwen-Image, SD 1.5, SDXL and Sana: diffusers computes the same with pipelines and LoRA files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import diffusers
 import pytest
 import torch
 import transformers
+from image_pipelines import make_qwen_21_pipeline, make_qwen_edit_pipeline, make_sana_pipeline
 from rich.console import Console
 from tiers import fast
 from tiny_pipelines import CLIP_TOKENS, T5_VOCAB_SIZE, byte_clip_tokenizer, byte_t5_tokenizer, random_network
@@ -117,10 +119,20 @@ FAMILIES = {
 }
 
 
+# Models whose networks have other names in ComfyUI, or none.
+ADAPTED = {
+    **FAMILIES,
+    "qwen_image_edit": Family(make_qwen_edit_pipeline, "flowgrpo-sd35", ", max_text_tokens: 1000"),
+    "qwen_image_21": Family(make_qwen_21_pipeline, "flowgrpo-sd35", ", max_text_tokens: 280"),
+    "sana": Family(partial(make_sana_pipeline, sprint=False), "flowgrpo-sd35", ", max_text_tokens: 24"),
+    "sana_sprint": Family(partial(make_sana_pipeline, sprint=True), "grpo-sana-sprint", ", max_text_tokens: 24"),
+}
+
+
 def save_run(family: Family, kind: str, tuning: str, folder: Path) -> tuple[Path, Backbone]:
     """Save a run on the pipeline's weights with perturbed weights. Returns its directory and model."""
     family.pipeline().save_pretrained(folder / "base")
-    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.model_settings}}}"
+    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 64, width: 64{family.model_settings}}}"
     overrides = ["model=null", f"model={model}", "tuning=null", f"tuning={tuning}", f"output_dir={folder}", "name=run"]
     config = load(family.recipe, [*SETTINGS, *overrides])
     run = save_perturbed_run(config)
@@ -135,7 +147,7 @@ def predict(model: Backbone) -> Tensor:
 
 def wrap_network(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
     """Return our backbone with the network of a pipeline."""
-    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.model_settings}}}"
+    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 64, width: 64{family.model_settings}}}"
     spec = load(family.recipe, [*SETTINGS, "model=null", f"model={model}"]).model
     backbone = spec.load(Placement())
     backbone.net = net
@@ -160,16 +172,16 @@ def test_pipeline_loads_the_exported_network(kind: str, tmp_path: Path) -> None:
     assert all(x.equal(model.net.state_dict()[key]) for key, x in loaded.items())
 
 
-@pytest.mark.parametrize("kind", fast(FAMILIES, "sd3"))
+@pytest.mark.parametrize("kind", fast(ADAPTED, "sd3"))
 def test_diffusers_lora_gives_the_same_prediction(kind: str, tmp_path: Path) -> None:
-    directory, model = save_run(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
+    directory, model = save_run(ADAPTED[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     assert (tmp_path / "out" / DIFFUSERS_LORA_FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
-    pipeline = FAMILIES[kind].pipeline()
+    pipeline = ADAPTED[kind].pipeline()
     net = pipeline.unet if "unet" in pipeline.components else pipeline.transformer
-    before = predict(wrap_network(FAMILIES[kind], kind, tmp_path, net))
+    before = predict(wrap_network(ADAPTED[kind], kind, tmp_path, net))
     pipeline.load_lora_weights(tmp_path / "out")
-    after = predict(wrap_network(FAMILIES[kind], kind, tmp_path, net))
+    after = predict(wrap_network(ADAPTED[kind], kind, tmp_path, net))
     torch.testing.assert_close(after, predict(model), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(after, before, atol=1e-2)
 

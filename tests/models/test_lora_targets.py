@@ -11,6 +11,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_edit import QwenImageEditSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
@@ -35,6 +36,7 @@ def adapted_layers(spec: ModelSpec, tuning: Lora) -> set[str]:
         (FluxSpec(), JOINT | {"proj", "net.2"}),
         (Sd3Spec(), JOINT),
         (QwenImageSpec(), JOINT),
+        (QwenImageEditSpec(), JOINT),
         (SdxlSpec(), ATTENTION),
         (Sd15Spec(), ATTENTION),
     ],

@@ -21,13 +21,16 @@ from tastemaker.models.flux_kontext import FluxKontextSpec
 from tastemaker.models.pipeline_components import load_tensors, parameters_on_meta
 from tastemaker.models.pretrained import WeightsSource
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_edit import QwenImageEditSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
 from tastemaker.models.text_encoders import temporarily_on_device
 
 
-@pytest.mark.parametrize("spec", [FluxSpec, FluxKontextSpec, QwenImageSpec, Sd3Spec, Sd15Spec, SdxlSpec])
+@pytest.mark.parametrize(
+    "spec", [FluxSpec, FluxKontextSpec, QwenImageSpec, QwenImageEditSpec, Sd3Spec, Sd15Spec, SdxlSpec]
+)
 def test_sources_are_what_must_be_downloaded(spec: type[FluxSpec], tmp_path: Path) -> None:
     (default,) = spec().sources
     assert default.hub == spec().weights and default.size != WeightsSource("x").size

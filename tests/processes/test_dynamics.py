@@ -15,9 +15,18 @@ from tastemaker.core.distributions import Distribution, expand_dims_like
 from tastemaker.core.policy import Backbone
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Condition, Metadata, Prompts
-from tastemaker.processes.dynamics import CPS, DDIM, ODE, DanceSDE, DenoisingStep, FlowSDE, SamplerDynamics
+from tastemaker.processes.dynamics import (
+    CPS,
+    DDIM,
+    ODE,
+    ConsistencySampling,
+    DanceSDE,
+    DenoisingStep,
+    FlowSDE,
+    SamplerDynamics,
+)
 from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
-from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
+from tastemaker.processes.paths import NoisePath, RectifiedFlow, TrigFlow, VariancePreserving
 
 
 def published_inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +136,7 @@ class OptimalDenoiser(Backbone):
         GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100),
         GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100, SDEWindow(20)),
         GaussianProcess(RectifiedFlow(), DanceSDE(0.3), 100),
+        GaussianProcess(TrigFlow(), DDIM(1.0), 100),
         GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 100),
         GaussianProcess(VariancePreserving(prediction_type="v_prediction", set_alpha_to_one=True), DDIM(1.0), 100),
         GaussianProcess(VariancePreserving(beta_schedule="cosine", timestep_spacing="trailing"), DDIM(0.5), 100),
@@ -142,6 +152,22 @@ def test_optimal_denoiser_samples_the_data_distribution(process: GaussianProcess
     noises = [s.action - process.action_distribution(model, trajectory.cond, s).mean for s in trajectory.segments]
     for previous, current in pairwise(noises):  # each step draws new noise
         assert abs(float(torch.corrcoef(torch.stack([previous.flatten(), current.flatten()]))[0, 1])) < 0.05
+
+
+@pytest.mark.parametrize("path", [RectifiedFlow(), TrigFlow(), VariancePreserving()])
+def test_consistency_sampling_noises_the_clean_sample_anew(path: NoisePath) -> None:
+    """The density of a step is exactly that of the noise it draws, and it keeps nothing of the noise before."""
+    t, s = torch.tensor([0.9, 0.8]), torch.tensor([0.5, 0.3])
+    rng = Randomness(0, 0, torch.arange(2))
+    x, clean = rng.normal("x", 4096), rng.normal("clean", 4096)
+    step = ConsistencySampling().step(path, DenoisingStep(x, clean, t, s, 0.0))
+    torch.testing.assert_close(step.mean, path.alpha(s)[:, None] * clean)
+    torch.testing.assert_close(step.std, path.sigma(s))
+    other = ConsistencySampling().step(path, DenoisingStep(-x, clean, t, s, 0.0))
+    assert torch.equal(other.mean, step.mean)
+    normal = torch.distributions.Normal(step.mean, step.std[:, None])
+    action = step.sample(rng, "noise")
+    torch.testing.assert_close(step.log_prob(action)[:, 0], normal.log_prob(action).mean(1))
 
 
 def test_dynamics_on_unsupported_path_are_refused() -> None:

@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 
 from tastemaker.processes.dynamics import DDIM, DenoisingStep
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
+from tastemaker.processes.paths import NoisePath, RectifiedFlow, TrigFlow, VariancePreserving
 
 VIDEO = Path(__file__).parent.parent / "fixtures" / "video"
 PATHS = [
     RectifiedFlow(),
     RectifiedFlow(shift=3.0),
+    TrigFlow(),
     *(VariancePreserving(beta_schedule=b) for b in ("linear", "scaled_linear", "cosine")),
 ]
 MODELSCOPE = VariancePreserving(
