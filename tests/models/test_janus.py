@@ -58,7 +58,9 @@ def library_inputs(folder: Path) -> dict[str, Tensor]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
     texts = [tokenizer.bos_token + TEMPLATE.format(prompt) for prompt in PROMPTS]
-    return dict(tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False))
+    return dict(
+        tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
+    )
 
 
 class RecordedHead:
@@ -169,7 +171,7 @@ def test_layout_of_the_authors_has_the_same_tensors(published: Any, folder: Path
 
 
 def test_published_sizes() -> None:
-    """Parameters of Janus-Pro: files of 4.18 and 14.8 GB in half precision hold the vision encoder and text head too."""
+    """Of what generates images; files of 4.18 and 14.8 GB in half precision hold vision encoder and text head too."""
     counts = {"deepseek-community/Janus-Pro-1B": 1_485_053_952, "deepseek-community/Janus-Pro-7B": 6_591_791_104}
     for source, sizes in RELEASES.items():
         if source.hub in counts:

@@ -45,10 +45,14 @@ class JanusBackbone(CausalTokenBackbone):
         self.shape: tuple[int, ...] = spec.shape
         self.codebook_size = sizes.vq.codebook_size
         self.pixels = (1, 3, sizes.image_size, sizes.image_size)
-        folder = spec.folder
+        self.load_networks(spec, placement)
+
+    def load_networks(self, spec: JanusSpec, placement: Placement) -> None:
+        """Load tokenizer, network and frozen image tokenizer."""
+        folder, sizes = spec.folder, spec.sizes
         text_tokenizer = ByteTokenizer(sizes.text_vocab_size) if folder is None else FileTokenizer(folder)
         self.prompt_tokenizer = JanusPromptTokenizer(text_tokenizer, spec.max_text_tokens)
-        self.net, self.autoencoder = load_networks(spec, folder, placement)
+        self.net, self.autoencoder = build_networks(spec, folder, placement)
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         ids, mask = self.prompt_tokenizer(prompts)
@@ -87,9 +91,7 @@ class JanusBackbone(CausalTokenBackbone):
         return loading.check_token_count(ids, pixels, self.shape, self.pixels[-1])
 
 
-def load_networks(
-    spec: JanusSpec, folder: Path | None, placement: Placement
-) -> tuple[JanusNet, VQ | ColorTokenizer]:
+def build_networks(spec: JanusSpec, folder: Path | None, placement: Placement) -> tuple[JanusNet, VQ | ColorTokenizer]:
     """The network that trains and the frozen image tokenizer, from a folder or random."""
     sizes = spec.sizes
     if folder is not None:

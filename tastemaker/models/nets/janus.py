@@ -1,7 +1,7 @@
 """Janus-Pro's image generator: transformers' Llama between embeddings of image tokens and a head over the codebook.
 
-Parameters have the names of `JanusForConditionalGeneration`. Its other parts (vision encoder, text head, image tokenizer)
-take no part in generation.
+Parameters have the names of `JanusForConditionalGeneration`, whose other parts (vision encoder, text head, image
+tokenizer) take no part in generation.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def make_janus_decoder(net: JanusNet, request: DecodeRequest) -> JanusDecoder:
     assert mask is not None
     unused = int((~mask).sum(1).min())
     return JanusDecoder(
-        net, DecodeRequest(request.cond[:, unused:], mask[:, unused:], request.uniform, request.sampler, request.guidance)
+        net,
+        DecodeRequest(request.cond[:, unused:], mask[:, unused:], request.uniform, request.sampler, request.guidance),
     )
 
 
