@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ...core.distributions import TokenSampler
 from ...core.guidance import batch_conditions
+from ...core.model_spec import PipelineLayout
 from ...core.policy import Guidance, Process, TokenDecoder
 from ...core.types import Condition, Metadata, Placement, Prompts
 from ...core.weights import NetworkTraits
 from ...processes.autoregressive import AutoregressiveProcess
 from .. import loading
+from ..checkpoint_keys import keep_names
 from ..gpt import CausalTokenBackbone
 from ..image_tokenizer import TokenGridSpec, build_frozen_tokenizer
 from ..nets.gpt import is_sharded
@@ -143,6 +145,10 @@ class JanusSpec(TokenGridSpec):
         if self.weights == TINY or self.weights.partition(":")[0] == RANDOM or Path(self.weights).expanduser().exists():
             return ()
         return (find_release(self.weights),)
+
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "JanusForConditionalGeneration", "", "", keep_names, library="transformers"
+    )
 
     def load(self, placement: Placement) -> JanusBackbone:
         return JanusBackbone(self, placement)
