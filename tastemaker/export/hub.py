@@ -76,34 +76,39 @@ def _literal(name: str) -> str:
 @contextmanager
 def translate_errors(repository: str, state: str) -> Iterator[None]:
     """Raise errors of the hub and of the network as UploadError within the block; `state` says what is left."""
-    from huggingface_hub import errors
-
     try:
         yield
-    except errors.OfflineModeIsEnabled as error:
-        raise UploadError(
+    except Exception as error:
+        # Threads that upload files wrap their errors.
+        inner = error.__cause__ if type(error) is RuntimeError else None
+        translated = _translate(inner if isinstance(inner, Exception) else error, repository, state)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _translate(error: Exception, repository: str, state: str) -> UploadError | None:
+    """The message for an error of the hub or of the network; None for any other."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UploadError(
             f"--push {repository}: HF_HUB_OFFLINE is set, so the hub is not reached; {state}; unset it first [TM2564]"
-        ) from error
-    except errors.HfHubHTTPError as error:
+        )
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403):
-            raise UploadError(
+            return UploadError(
                 f"--push {repository}: the hub refused the token ({status}); log in with a token that may write "
                 f"there (`hf auth login`); {state} [TM2565]"
-            ) from error
-        raise UploadError(f"--push {repository}: the hub answered {_reason(error)}; {state} [TM2566]") from error
-    except OSError as error:
-        raise _unreachable(repository, error, state) from error
-    except Exception as error:  # of the HTTP library
-        if type(error).__module__.split(".")[0] not in HTTP_MODULES:
-            raise
-        raise _unreachable(repository, error, state) from error
-
-
-def _unreachable(repository: str, error: Exception, state: str) -> UploadError:
-    return UploadError(
-        f"--push {repository}: the hub could not be reached ({_reason(error)}); check the connection; {state} [TM2567]"
-    )
+            )
+        return UploadError(f"--push {repository}: the hub answered {_reason(error)}; {state} [TM2566]")
+    if isinstance(error, OSError) or type(error).__module__.split(".")[0] in HTTP_MODULES:
+        return UploadError(
+            f"--push {repository}: the hub could not be reached ({_reason(error)}); check the connection; {state} "
+            "[TM2567]"
+        )
+    return None
 
 
 def _reason(error: Exception) -> str:
