@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from janus_folders import save_authors_folder, save_folder, tiny_janus
+from tiers import fast
 from torch import Tensor
 
+from tastemaker.config.build import build
+from tastemaker.config.load import load
 from tastemaker.core.lora import Lora
 from tastemaker.core.policy import Guidance, Policy
 from tastemaker.core.randomness import Purpose, Randomness
@@ -24,9 +27,12 @@ from tastemaker.models.janus.prompt_tokenizer import ByteTokenizer, JanusPromptT
 from tastemaker.models.nets.janus import JanusNet
 from tastemaker.models.pipeline_components import parameters_on_meta
 from tastemaker.processes.autoregressive import AutoregressiveProcess
+from tastemaker.training.events import StepCompleted
+from tastemaker.training.loop import train
 
 PROMPTS = ("a red cat", "two dogs under a tree")
 GREEDY = AutoregressiveProcess(top_k=1)
+OBJECTIVES = ("grpo", "gcpo", "ddpo", "dpo", "kto", "cca", "likelihood", "teacher-forced-grpo", "drpo")
 RNG = Randomness(0, 0, torch.arange(2))
 # transformers' template around a prompt, which the processor of a folder has; `image` appends the start of an image.
 TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:<begin_of_image>"
@@ -97,6 +103,7 @@ def test_greedy_tokens_logits_and_pixels_equal_transformers(published: Any, fold
     torch.testing.assert_close(model.token_embeddings(expected), codes)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_sampled_tokens_equal_transformers_with_the_same_draws(
     published: Any, folder: Path, model: JanusBackbone, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +121,7 @@ def test_sampled_tokens_equal_transformers_with_the_same_draws(
     assert torch.equal(policy.sample(policy.embed(PROMPTS), RNG).final, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guidance", [None, Guidance(3.0, interval=(0.4, 1.0))])
 @torch.no_grad()
 def test_cached_calls_equal_the_full_call(model: JanusBackbone, guidance: Guidance | None) -> None:
@@ -131,6 +139,7 @@ def test_cached_calls_equal_the_full_call(model: JanusBackbone, guidance: Guidan
         last = segment.action[:, position]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_pruned_rollout_draws_the_same_tokens(model: JanusBackbone) -> None:
     policy = make_policy(model, AutoregressiveProcess(), Guidance(5.0))
@@ -158,6 +167,7 @@ def test_long_prompts_lose_their_end_and_keep_the_template() -> None:
     assert tokenizer.without_prompt(ids)[0].tolist() == [1, 0, 0, 0, 0, 0, 0, 2]
 
 
+@pytest.mark.slow
 def test_layout_of_the_authors_has_the_same_tensors(published: Any, folder: Path, tmp_path: Path) -> None:
     authors = save_authors_folder(published, tmp_path / "authors")
     for ours, theirs in zip(read_tensors(folder), read_tensors(authors), strict=True):
@@ -170,6 +180,7 @@ def test_layout_of_the_authors_has_the_same_tensors(published: Any, folder: Path
     assert sizes.grid_size == 24
 
 
+@pytest.mark.slow
 def test_published_sizes() -> None:
     """Of what generates images; files of 4.18 and 14.8 GB in half precision hold vision encoder and text head too."""
     counts = {"deepseek-community/Janus-Pro-1B": 1_485_053_952, "deepseek-community/Janus-Pro-7B": 6_591_791_104}
@@ -182,6 +193,7 @@ def test_published_sizes() -> None:
     assert JanusSpec().sizes == replace(SIZES_1B, prefix_length=128)
 
 
+@pytest.mark.slow
 def test_lora_trains_the_language_model(model: JanusBackbone) -> None:
     tiny = JanusSpec().tiny().load(Placement())
     weights = Lora(rank=2).apply(tiny, ("reference",))
@@ -191,6 +203,17 @@ def test_lora_trains_the_language_model(model: JanusBackbone) -> None:
     assert all(p.grad is not None for p in weights.trainable().values())
 
 
+@pytest.mark.parametrize("objective", fast(OBJECTIVES, "grpo"))
+def test_objectives_train_every_weight(objective: str, tmp_path: Path) -> None:
+    model = ["model=null", "model={type: janus, weights: tiny, max_text_tokens: 16}"]
+    config = load(f"{objective}-toy-causal", [*model, "steps=2", "batch.prompts=4", "sample.every=0", "guard.every=0"])
+    run = build(config, tmp_path / "run")
+    before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
+    assert [event.step for event in train(run) if isinstance(event, StepCompleted)] == [1, 2]
+    assert [key for key, p in run.policy.weights.trainable().items() if before[key].equal(p)] == []
+
+
+@pytest.mark.slow
 def test_wrong_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"model_type is 'llama'.*TM2551"):
