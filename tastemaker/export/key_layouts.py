@@ -48,6 +48,8 @@ def _network_names(layout: PipelineLayout) -> str:
         return "names of transformers"
     if layout.to_original is reject_unknown_names:
         return "names of diffusers"
+    if not layout.pipeline_class:
+        return "names of its authors"
     if layout.to_original is keep_names:
         return "names of diffusers, which are the authors'"
     return "names of diffusers or of its authors"
