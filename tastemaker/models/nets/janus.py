@@ -60,7 +60,7 @@ class JanusSizes:
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=self.max_positions,
             rms_norm_eps=self.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},  # type: ignore[arg-type]
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             use_cache=False,
         )
 
