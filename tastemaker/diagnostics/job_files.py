@@ -218,7 +218,7 @@ WRITERS: Mapping[System, Callable[[Job], str]] = {"slurm": slurm_file, "k8s": ku
 NEEDS: Mapping[System, tuple[str, ...]] = {
     "slurm": ("Submit it in the folder of your recipe, on a disk that all machines share.",),
     "k8s": (
-        "The PersistentVolumeClaim of the job's name is mounted at /work: put your recipe and data there. Runs stay there.",
+        "The PersistentVolumeClaim of the job's name is mounted at /work: put your recipe and data there, where runs stay.",
     ),
     "sky": ("Set output_dir to a mounted bucket, so that a machine that replaces another resumes the run.",),
 }
