@@ -56,7 +56,7 @@ def launch(
             config, gpu, lambda count: cache.estimate(config, count), gpus_per_node, gpus
         )
     job = job_files.Job(
-        job_files.job_name(config.name),
+        job_files.job_name(config.name or recipe),
         (recipe, *(overrides or [])),
         gpu.lower(),
         nodes,

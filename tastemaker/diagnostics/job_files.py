@@ -217,9 +217,7 @@ WRITERS: Mapping[System, Callable[[Job], str]] = {"slurm": slurm_file, "k8s": ku
 # What a file relies on, as comments at its top.
 NEEDS: Mapping[System, tuple[str, ...]] = {
     "slurm": ("Submit it in the folder of your recipe, on a disk that all machines share.",),
-    "k8s": (
-        "The PersistentVolumeClaim of the job's name is mounted at /work: put your recipe and data there, where runs stay.",
-    ),
+    "k8s": ("The PersistentVolumeClaim of the job's name is mounted at /work: your recipe, data and runs are there.",),
     "sky": ("Set output_dir to a mounted bucket, so that a machine that replaces another resumes the run.",),
 }
 SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "sky": "sky jobs launch {}"}
