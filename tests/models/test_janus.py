@@ -181,6 +181,18 @@ def test_layout_of_the_authors_has_the_same_tensors(published: Any, folder: Path
 
 
 @pytest.mark.slow
+def test_sharded_runs_read_rows_of_tensors(folder: Path, model: JanusBackbone, tmp_path: Path, published: Any) -> None:
+    placement = Placement(trainable_device=torch.device("meta"))
+    net: Any = JanusSpec(str(folder)).load(placement).net
+    assert all(p.is_meta for p in net.parameters())
+    for name, p in model.net.named_parameters():
+        assert torch.equal(net.deferred_tensors.read(name, 1, 2), p[1:3]), name
+    authors = save_authors_folder(published, tmp_path / "authors")
+    (authors / "config.json").write_text((folder / "config.json").read_text())  # with the sizes of the tiny tokenizer
+    assert not any(p.is_meta for p in JanusSpec(str(authors)).load(placement).net.parameters())
+
+
+@pytest.mark.slow
 def test_published_sizes() -> None:
     """Of what generates images; files of 4.18 and 14.8 GB in half precision hold vision encoder and text head too."""
     counts = {"deepseek-community/Janus-Pro-1B": 1_485_053_952, "deepseek-community/Janus-Pro-7B": 6_591_791_104}

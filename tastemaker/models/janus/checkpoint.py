@@ -64,7 +64,13 @@ VQ_RULES = (
     (r"\.mid\.attn_1\.", ".mid.1."),
     (r"\.mid\.block_2\.", ".mid.2."),
 )
-NETWORK_PARTS = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
+# Of the network that generates, in transformers' layout.
+NETWORK_PREFIXES = (
+    "model.language_model.",
+    "model.generation_embeddings.",
+    "model.generation_aligner.",
+    "model.generation_head.",
+)
 
 
 def find_release(weights: str) -> WeightsSource:
@@ -165,13 +171,12 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """
     network: dict[str, Tensor] = {}
     tokenizer: dict[str, Tensor] = {}
-    prefixes = tuple(f"model.{part}." for part in NETWORK_PARTS)
     for name, x in load_state_dict(folder).items():
         if name.startswith(AUTHORS_VQ_PREFIX):
             tokenizer[name.removeprefix(AUTHORS_VQ_PREFIX)] = x
         elif name.startswith(VQ_PREFIX):
             tokenizer[_rename(name.removeprefix(VQ_PREFIX), VQ_RULES)] = x
-        elif (renamed := _rename(name, AUTHORS_RULES)).startswith(prefixes):
+        elif (renamed := _rename(name, AUTHORS_RULES)).startswith(NETWORK_PREFIXES):
             network[renamed] = x
     return network, tokenizer
 

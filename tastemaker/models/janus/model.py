@@ -20,6 +20,7 @@ from ...core.weights import NetworkTraits
 from ...processes.autoregressive import AutoregressiveProcess
 from .. import loading
 from ..checkpoint_keys import keep_names
+from ..deferred_loading import defer_weights, open_model
 from ..gpt import CausalTokenBackbone
 from ..image_tokenizer import TokenGridSpec, build_frozen_tokenizer
 from ..nets.gpt import is_sharded
@@ -28,7 +29,7 @@ from ..nets.token_decoder import DecodeRequest
 from ..nets.vq import VQ, ColorTokenizer, drop_usage_buffer
 from ..pipeline_components import RANDOM, TINY, default_dtype, parameters_on_meta
 from ..pretrained import WeightsSource, find_weights, silence_libraries
-from .checkpoint import JANUS_1B, find_release, find_sizes, read_tensors
+from .checkpoint import JANUS_1B, NETWORK_PREFIXES, find_release, find_sizes, read_tensors
 from .prompt_tokenizer import ByteTokenizer, FileTokenizer, JanusPromptTokenizer
 
 # The linear layers of the language model, as in the community's adapters.
@@ -97,12 +98,18 @@ def build_networks(spec: JanusSpec, folder: Path | None, placement: Placement) -
     """The network that trains and the frozen image tokenizer, from a folder or random."""
     sizes = spec.sizes
     if folder is not None:
+        dtype, device = loading.trainable_dtype(placement), placement.trainable_device or placement.device
         tensors, vq_tensors = read_tensors(folder)
+        vq = build_frozen_tokenizer(sizes.vq, drop_usage_buffer(vq_tensors), spec.weights, placement)
         with silence_libraries(), parameters_on_meta():
             net = JanusNet(sizes)
-        loading.assign_state_dict(net, tensors, loading.trainable_dtype(placement), spec.weights)
-        vq = build_frozen_tokenizer(sizes.vq, drop_usage_buffer(vq_tensors), spec.weights, placement)
-        return net.to(placement.device), vq
+        if device.type == "meta":  # ranks read their rows of each tensor once the network is sharded
+            deferred = open_model(folder, dtype, NETWORK_PREFIXES)
+            if deferred is not None and defer_weights(net, deferred):
+                return net, vq
+            device = torch.device("cpu")
+        loading.assign_state_dict(net, tensors, dtype, spec.weights)
+        return net.to(device), vq
     net = loading.init_random(lambda: JanusNet(sizes), spec.seed, placement)
     if spec.weights == TINY:
         return net, ColorTokenizer(sizes.vq.codebook_size, sizes.grid_size, sizes.image_size).to(placement.device)
