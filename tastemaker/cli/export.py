@@ -46,7 +46,7 @@ def export(
     output_paths.check_output_directory(out.parent)
     console = stderr_console()
     if push:
-        hub.check_push(push, out, layout)
+        hub.check_push(push, out)
     torch_dtype = generator.DTYPES[dtype or ("fp32" if layout == "llamagen" else "bf16")]
     with show_status(f"exporting {run}", console):
         if layout is None:

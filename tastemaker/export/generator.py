@@ -45,7 +45,7 @@ from .model_card import (
     write_gallery,
 )
 from .modelspec import make_metadata, save_safetensors
-from .publishable import publishable_config
+from .publishable import publishable_config, remove_local_names
 from .weights import choose_checkpoint_snapshot, export_autoencoder, is_autoencoder_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +107,8 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
         (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
         recipe = (options.run_dir / CONFIG_FILE).read_text(encoding="utf-8")
         (partial / RECIPE_FILE).write_text(publishable_config(recipe) if options.publishable else recipe, "utf-8")
+        if options.publishable:
+            remove_local_names(partial)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file()) / 1e6
     text = f"{options.out}: {trained.weights_name} weights of {trained.checkpoint.name}, {size:.1f} MB"
     console.print(text, highlight=False)
@@ -171,7 +173,8 @@ def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Pa
             net, component_tensors, out / component, options.max_shard_size, trained.metadata(options)
         )
     if options.network_only:
-        return " ".join(f"The folder `{component}` replaces that of {base_model}." for component in layout.components)
+        base_name = public_name(base_model)
+        return " ".join(f"The folder `{component}` replaces that of {base_name}." for component in layout.components)
     return pipeline_snippet(layout) if layout.lora_loader != "tastemaker" else tastemaker_snippet()
 
 

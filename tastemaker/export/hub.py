@@ -10,16 +10,18 @@ from ..core.errors import UploadError
 from ..core.registry import ConfigError
 from ..models.pretrained import HUB_ID
 
+FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # of exports that are one file
 HTTP_MODULES = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "hf_xet")
 
 
-def check_push(repository: str, out: Path, layout: str | None) -> None:
+def check_push(repository: str, out: Path) -> None:
     """Refuse an upload that would fail, before anything is exported: its name, the login, and the owner."""
     if not HUB_ID.fullmatch(repository):
         raise ConfigError(f"--push: expected OWNER/NAME, got '{repository:.100}'; write for example me/liked [TM2560]")
-    if layout is None and out.suffix:
+    if out.suffix in FILE_SUFFIXES:
         raise ConfigError(
-            f"--push: '{out}' is one file without a model card; add --layout, which writes a folder [TM2561]"
+            f"--push: '{out}' is one file without a model card; export a folder, for example with --layout diffusers "
+            "[TM2561]"
         )
     from huggingface_hub import HfApi, get_token
 

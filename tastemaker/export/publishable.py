@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
@@ -9,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ..config.yaml_io import render_yaml
+from ..core.safe_files import read_json_object
 from ..report.run_record import parse_config
 
 SECRET_KEY = re.compile(r"(?i)(^|_)(api_?key|token|password|passwd|secret|authorization|credentials?)($|_)")
@@ -16,12 +18,25 @@ SECRET_NAME = re.compile(r"(?i)_env$")  # names an environment variable and hold
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,})")
 ABSOLUTE = re.compile(r"^(~?/|~\\|[A-Za-z]:[\\/]|\\\\|file:)")
 REMOVED = "removed"
+LOADED_FROM = "_name_or_path"
 
 
 def publishable_config(text: str) -> str:
     """The YAML of a configuration without secrets; paths outside of the package keep their last part only."""
     settings = parse_config(text)
     return render_yaml(_clean(settings)) if settings else ""
+
+
+def remove_local_names(folder: Path) -> None:
+    """Remove from the configs in a folder the paths that diffusers and transformers loaded their components from."""
+    for path in folder.rglob("*.json"):
+        try:
+            config = read_json_object(path)
+        except (OSError, ValueError):
+            continue
+        if ABSOLUTE.match(str(config.get(LOADED_FROM, ""))):
+            del config[LOADED_FROM]
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _clean(value: Any, key: str = "") -> Any:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tiers import fast
 from untrained_runs import UntrainedRun, make_untrained_run
 
-from tastemaker.export.publishable import publishable_config
+from tastemaker.export.publishable import publishable_config, remove_local_names
 
 TOKEN = "hf_" + "x" * 34
 TINY = "model={type: flux, weights: tiny, height: 32, width: 32, max_text_tokens: 16}"
@@ -217,6 +217,17 @@ def test_publishable_configuration_has_no_secrets_and_no_paths() -> None:
         "data": {"prompts": ["a cat / a dog", "use removed"], "path": "prompts.txt"},
         "loggers": {"note": "see ~/notes"},
     }
+
+
+def test_configs_do_not_say_where_components_were_loaded_from(tmp_path: Path) -> None:
+    configs = {"vae": {"_name_or_path": "/data/me/base/vae", "a": 1}, "text": {"_name_or_path": "google/t5", "b": 2}}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "list.json").write_text("[1]")
+    remove_local_names(tmp_path)
+    assert json.loads((tmp_path / "vae/config.json").read_text()) == {"a": 1}
+    assert json.loads((tmp_path / "text/config.json").read_text()) == configs["text"]
 
 
 @pytest.mark.slow
