@@ -3,9 +3,9 @@
     python bench/janus.py --out janus.json          # on a GPU: 1.5 and 6.6 billion weights, 576 tokens
     python bench/janus.py --tiny --out tiny.json    # a small network, on any machine
 
-Decoding reads every matrix once per token. In bfloat16 that is 2.5 and 12.3 GB for the weights of 1B and 7B, so that 576
-tokens take at least 0.34 and 1.65 s at 4.3 TB/s. The cache of sixteen rows adds 0.13 and 0.32 s. Each section is a process
-with a time limit, and results are written at once.
+Decoding reads every matrix once per token. In bfloat16 that is 2.5 and 12.3 GB for 1B and 7B, so that 576 tokens take
+at least 0.34 and 1.65 s at 4.3 TB/s. The cache of sixteen rows adds 0.13 and 0.32 s. Each section is a process with a
+time limit, and results are written at once.
 """
 
 from __future__ import annotations
