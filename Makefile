@@ -20,7 +20,7 @@ help:
 	@echo "make test-long   complete sweeps over recipes and models, and soaks (hours; run by hand)"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make docs        the documentation site, into build/site (a minute)"
-	@echo "make schema      write the JSON schema of recipes and the table of rewards anew"
+	@echo "make schema      write the JSON schema of recipes and the tables of rewards and key layouts anew"
 	@echo "make lock        write requirements.lock anew: the hashes of all packages"
 	@echo "make sbom        the list of components (CycloneDX), into build"
 	@echo "make dist        the wheel and the source archive, into dist"
@@ -69,6 +69,7 @@ format: $(READY)
 schema: $(READY)
 	$(BIN)/python -c 'from tastemaker.config.json_schema import write_schema; write_schema()'
 	$(BIN)/python -c 'from tastemaker.config.catalog import write_reward_page; write_reward_page()'
+	$(BIN)/python -c 'from tastemaker.export.key_layouts import write_layout_page; write_layout_page()'
 
 # After a change of pyproject.toml or constraints.txt; needs a network.
 lock:

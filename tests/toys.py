@@ -24,6 +24,7 @@ from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
+from tastemaker.models.janus.model import JanusSpec
 from tastemaker.models.latent_dit.model import LatentDitSpec
 from tastemaker.models.llamagen.model import LlamagenSpec
 from tastemaker.models.ltx import LtxSpec
@@ -136,6 +137,7 @@ VIDEO_MODELS = {
 # Share their code with other models; expensive tests skip them.
 SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "qwen_image_edit", "qwen_image_21", "sana_sprint")
 TOKEN_MODELS = {
+    "janus": Family(JanusSpec().tiny(), AutoregressiveProcess()),
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),
 }  # small random token generators

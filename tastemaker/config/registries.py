@@ -21,6 +21,7 @@ MODELS = Registry(
         "flux_kontext": "tastemaker.models.flux_kontext:FluxKontextSpec",
         "gpt": "tastemaker.models.gpt:GptSpec",
         "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideoSpec",
+        "janus": "tastemaker.models.janus.model:JanusSpec",
         "latent_dit": "tastemaker.models.latent_dit.model:LatentDitSpec",
         "llamagen": "tastemaker.models.llamagen.model:LlamagenSpec",
         "ltx": "tastemaker.models.ltx:LtxSpec",

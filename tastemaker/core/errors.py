@@ -38,6 +38,10 @@ class DownloadError(RuntimeError):
     """Weights could not be downloaded; the message says why."""
 
 
+class UploadError(DownloadError):
+    """Files could not be uploaded; the message says why, and how to continue."""
+
+
 def pluralize(count: int, word: str = "image") -> str:
     """A count with its noun, for messages: "1 image", "2 images"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -50,6 +50,7 @@ class PipelineLayout:
     # What loads adapters: the pipeline, code that adds them to its weights, or this package only.
     lora_loader: Literal["pipeline", "merge", "tastemaker"] = "pipeline"
     comfyui_layer: Callable[[str], str] | None = None  # a layer's name in ComfyUI's network, if adapters have it
+    library: Literal["diffusers", "transformers"] = "diffusers"  # that has `pipeline_class`
 
     @property
     def components(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Published generators at full size on fake tensors: their own code and shapes, without weights or memory.
 
-`embed` returns empty conditioning of the right shape, so that no text encoder is loaded. LlamaGen's CUDA-graph decoder,
-which needs a GPU, is replaced by one that takes the same memory and runs only the last token.
+`embed` returns empty conditioning of the right shape, so that no text encoder is loaded. Token decoders are those of
+`fake_token_backbones`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,6 @@ from typing_extensions import override
 
 from ..config.schema import RunConfig
 from ..core.autoencoder import AutoencoderNet
-from ..core.distributions import MAX_CHUNK_LOGITS, TokenSampler
-from ..core.policy import Guidance, TokenDecoder
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..data.embedding_store import ShardedEmbeddingStore
@@ -32,14 +30,12 @@ from ..models.cogvideox import CogVideoXSpec
 from ..models.component_configs import T5_XXL, ComponentConfigs
 from ..models.flux_kontext import FluxKontextSpec
 from ..models.hunyuanvideo import HunyuanVideoSpec
+from ..models.janus.model import JanusSpec
 from ..models.latent_dit.model import LatentDitBackbone, LatentDitSpec, load_latent_dit
-from ..models.llamagen.model import LlamagenBackbone, LlamagenSpec
+from ..models.llamagen.model import LlamagenSpec
 from ..models.ltx import LtxSpec
 from ..models.mochi import MochiSpec
-from ..models.nets.gpt import GPT
 from ..models.nets.magvit import Magvit
-from ..models.nets.token_decoder import allocate_kv_cache, decode_step, transformer_blocks
-from ..models.nets.vq import VQ, VQConfig
 from ..models.opensora.components import T5
 from ..models.opensora.model import OpenSoraBackbone, OpenSoraSpec
 from ..models.pipeline_components import RANDOM, PublishedSpec
@@ -51,13 +47,12 @@ from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
 from ..models.wan import NoiseLevelExperts, WanSpec
+from .fake_token_backbones import ConditioningSpec, load_janus, load_llamagen
 
-ConditioningSpec = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape without batch dimension, and dtype
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
 CLIP_TEXT_TOKENS = 77
 TEXT_MASK = "attention_mask"  # which text tokens are not padding
 ConditioningShapes = dict[str, tuple[int, ...]]
-LLAMAGEN_VQ_LEVELS = {8: (1, 2, 2, 4), 16: (1, 1, 2, 2, 4)}  # channel multipliers by downsampling factor
 
 
 @contextmanager
@@ -76,7 +71,9 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
             spec = replace(spec, embeddings=Path(folder))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_modules():
             if isinstance(spec, LlamagenSpec):
-                backbone, conditioning = _load_llamagen(spec, placement, sharded=sharded)
+                backbone, conditioning = load_llamagen(spec, placement, sharded=sharded)
+            elif isinstance(spec, JanusSpec):
+                backbone, conditioning = load_janus(spec, placement, sharded=sharded)
             elif isinstance(spec, ShowoSpec):
                 backbone, conditioning = _load_showo(spec, placement)
             elif isinstance(spec, LatentDitSpec):
@@ -245,145 +242,6 @@ def _load_showo(spec: ShowoSpec, placement: Placement) -> tuple[Any, Conditionin
         backbone.autoencoder = Magvit(spec.autoencoder_config()).requires_grad_(False)
 
     return backbone, {"text": ((spec.max_text_tokens + 1,), torch.long)}
-
-
-def _load_llamagen(spec: LlamagenSpec, placement: Placement, *, sharded: bool) -> tuple[Any, ConditioningSpec]:
-    backbone, config = FakeLlamagenBackbone(spec, placement, sharded=sharded), spec.network_config()
-    if config.conditioning == "class":
-        return backbone, {"label": ((), torch.long)}
-    length = config.prefix_length
-    return backbone, {
-        "features": ((length, config.vocabulary), placement.dtype),
-        "attention_mask": ((length,), torch.bool),
-    }
-
-
-class FakeLlamagenBackbone(LlamagenBackbone):
-    """LlamaGen with decoders that need no GPU. Its hidden states are used as on a GPU, unless weights are sharded."""
-
-    def __init__(self, spec: LlamagenSpec, placement: Placement, *, sharded: bool) -> None:
-        super().__init__(replace(spec, weights=None, autoencoder=None), placement)
-        self.sharded, self.dtype = sharded, placement.dtype
-        if spec.autoencoder is not None:
-            levels = LLAMAGEN_VQ_LEVELS.get(spec.downsample_factor, (1,) * spec.downsample_factor.bit_length())
-            self.autoencoder = VQ(VQConfig(128, levels, 2, 256, spec.codebook_size, 8)).requires_grad_(False)
-        assert isinstance(self.net, GPT)
-        self.fake_pool = FakeDecoderPool(self.net, sharded)
-
-    @override
-    def make_decoder(
-        self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
-    ) -> TokenDecoder | None:
-        return self.fake_pool.make_decoder(len(cond), uniform, guided=guidance is not None)
-
-    @override
-    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
-        net: Any = self.net
-        many = x.numel() * net.config.codebook_size > MAX_CHUNK_LOGITS
-        if self.sharded or not many or type(net.output) is not nn.Linear:
-            return None
-        tokens, attention_mask = self.condition_tokens(cond)
-        states = net.hidden_states(x[:, :-1], tokens, None, attention_mask)[0]
-        return states.to(self.dtype), net.output.weight.to(self.dtype)
-
-
-class FakeDecoderPool:
-    """Memory and work of LlamaGen's decoders: a KV cache allocated once and, where dtypes differ, a copy of weights.
-
-    Sharded weights (FSDP) can only be reached by whole calls: no cache is kept, it grows with each token.
-    """
-
-    def __init__(self, net: GPT, sharded: bool) -> None:
-        self.net, self.sharded = net, sharded
-        self.kept: list[Tensor] = []  # cache and copied weights, which stay while the network learns
-        self.sequence_tokens, self.length, self.rows = 0, 0, 0  # tokens decoded in all, in a sequence, and sequences
-        self.bytes_read, self.dtype = 0.0, torch.float32
-
-    def make_decoder(self, prompts: int, uniform: Tensor, *, guided: bool) -> FakeTokenDecoder:
-        rows = prompts * (2 if guided else 1)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self._param_dtype()
-        if not self.sharded and not self.kept:
-            stride = -(-self.net.config.head_dim // 8) * 8
-            with fake_mode_of(self.net):
-                cache = allocate_kv_cache(self.net.config, rows, torch.empty(0, dtype=dtype), stride)
-                copied = self._is_adapted() or self._param_dtype() != dtype
-                self.kept = [cache, torch.empty(self.matrix_weights() if copied else 0, dtype=dtype)]
-        self.length, self.rows, self.dtype = uniform.shape[1], rows, dtype
-        self.sequence_tokens += rows * self.length
-        self.bytes_read += self._bytes_read(rows, self.length, dtype)
-        return FakeTokenDecoder(self, rows, uniform, dtype)
-
-    def _param_dtype(self) -> torch.dtype:
-        return next(self.net.parameters()).dtype
-
-    def _is_adapted(self) -> bool:
-        return any(not p.requires_grad for p in self.net.parameters())
-
-    def matrix_weights(self) -> int:
-        """Weights that decoding one token multiplies by: all but the embeddings."""
-        blocks = sum(p.numel() for block in transformer_blocks(self.net) for p in block.parameters())
-        return blocks + self.net.output.weight.numel()
-
-    def _bytes_read(self, rows: int, length: int, dtype: torch.dtype) -> float:
-        """All matrices once per token, and the keys and values of half of the places on average."""
-        shape = self.net.config
-        place = 2.0 * shape.depth * (shape.kv_heads or shape.heads) * -(-shape.head_dim // 8) * 8 * dtype.itemsize
-        return length * (self.matrix_weights() * dtype.itemsize + rows * (shape.prefix_length + length / 2) * place)
-
-    def decode_token(self, rows: int, place: int, dtype: torch.dtype) -> None:
-        """Run one token of every row at a place of the sequence."""
-        shape = self.net.config
-        with fake_mode_of(self.net):
-            ids = torch.empty(rows, dtype=torch.long)
-            attention_mask = (
-                None if shape.conditioning == "class" else torch.ones(rows, shape.prefix_length, dtype=torch.bool)
-            )
-            if not self.sharded:
-                cache = self.kept[0] if self.kept and self.kept[0].shape[2] == rows else None
-                if cache is None:
-                    cache = allocate_kv_cache(shape, rows, torch.empty(0, dtype=dtype), shape.head_dim)
-                decode_step(self.net, ids, attention_mask, cache[..., : shape.head_dim], place)
-                return
-            heads = shape.kv_heads or shape.heads
-            keys, values = (torch.empty(rows, heads, place, shape.head_dim, dtype=dtype) for _ in range(2))
-            past = tuple((keys.clone(), values.clone()) for _ in range(shape.depth))
-            self.net(ids[:, None], None, past, attention_mask)
-
-
-@dataclass
-class FakeTokenDecoder:
-    """A `TokenDecoder` that computes only the last token, when the cache is full."""
-
-    pool: FakeDecoderPool
-    rows: int
-    uniform: Tensor  # [B, L]
-    dtype: torch.dtype
-    written: int = field(default=0)
-
-    @property
-    def ids(self) -> Tensor:
-        return torch.zeros_like(self.uniform, dtype=torch.long)
-
-    @property
-    def log_prob(self) -> Tensor:
-        return torch.zeros_like(self.uniform)
-
-    def decode_next(self) -> None:
-        self.written += 1
-        if self.written == self.uniform.shape[1]:
-            self.pool.decode_token(self.rows, self.pool.net.config.prefix_length + self.written - 1, self.dtype)
-
-    def replace_last(self, ids: Tensor) -> None:
-        pass
-
-    def select(self, rows: Tensor) -> Self:
-        return self
-
-
-def fake_mode_of(net: nn.Module) -> FakeTensorMode:
-    """The mode that the parameters of a fake network were created in."""
-    mode: FakeTensorMode = next(p for p in net.parameters()).fake_mode  # type: ignore[attr-defined]
-    return mode
 
 
 def conditioning_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes:

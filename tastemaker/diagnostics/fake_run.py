@@ -44,8 +44,9 @@ from ..objectives.reward_gradient import RewardGradient
 from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision, quantized_base
 from ..training.context_parallel import emulate_context_parallel
-from .fake_backbones import PLANNED_AUTOENCODER, FakeDecoderPool, FakeLlamagenBackbone, fake_mode_of, load_fake_backbone
+from .fake_backbones import PLANNED_AUTOENCODER, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
+from .fake_token_backbones import FakeDecoderPool, FakeJanusBackbone, FakeLlamagenBackbone, fake_mode_of
 
 CPU_DEVICE = torch.device("cpu")
 CLIP_VISION_CONFIG = {
@@ -110,7 +111,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         with emulate_context_parallel(weights.net, context_parallel):
             collect_bytes = trace_peak_bytes(step.collect, existing)
         collected = recorder.take()
-        pool = backbone.fake_pool if isinstance(backbone, FakeLlamagenBackbone) else None
+        pool = backbone.fake_pool if isinstance(backbone, FakeLlamagenBackbone | FakeJanusBackbone) else None
         cache = pool.kept if pool else []
         with emulate_context_parallel(weights.net, context_parallel):
             update_bytes = trace_peak_bytes(step.update, [*existing, *cache])

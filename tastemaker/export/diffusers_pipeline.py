@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,8 @@ from ..search.diffusers_scheduler import make_scheduler
 from ..training import checkpoint
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
 from .model_card import FOLDER_PLACEHOLDER
+from .modelspec import make_metadata, save_shards
+from .publishable import publishable_config
 from .weights import CPU_OVERRIDES, choose_weights, load_weights
 
 INDEX_FILE = "model_index.json"
@@ -44,22 +47,27 @@ class GeneratorExport:
 
     run_dir: Path
     out: Path
-    layout: Literal["diffusers", "comfyui", "authors"]
+    layout: Literal["diffusers", "comfyui", "authors", "transformers"]
     weights: str = ""  # ema if the run has it, otherwise live
     dtype: torch.dtype = torch.bfloat16
     merge: bool = False  # merge LoRA adapters into the weights
     network_only: bool = False  # leave out components that were not trained
     max_shard_size: str = MAX_SHARD_SIZE
+    publishable: bool = False  # leave out secrets and paths of this machine
 
 
-def save_component(net: Any, tensors: Mapping[str, Tensor], folder: Path, max_shard_size: str = MAX_SHARD_SIZE) -> None:
+def save_component(
+    net: Any,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Save a diffusers network: its config, and its tensors in one file or in shards with an index."""
-    from huggingface_hub import save_torch_state_dict
-
     folder.mkdir(parents=True)
     config = {key: value for key, value in json.loads(net.to_json_string()).items() if key != "_name_or_path"}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_torch_state_dict(dict(tensors), folder, filename_pattern=WEIGHTS_PATTERN, max_shard_size=max_shard_size)
+    save_shards(tensors, folder, WEIGHTS_PATTERN, max_shard_size, metadata)
 
 
 def copy_other_components(base: Path, layout: PipelineLayout, folder: Path) -> None:
@@ -135,10 +143,14 @@ def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
     with torch.device("meta"):
         net = getattr(diffusers, conversion.model_class)(**conversion.config)
     with replace_directory(options.out) as partial:
-        save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
+        metadata = make_metadata(config, "diffusers", is_lora=False)
+        save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size, metadata)
         notes = [] if options.network_only else write_pipeline_components(config, conversion, partial, options.dtype)
         notes += [conversion.differences] if conversion.differences else []
-        (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
+        recipe = render_recipe(options.run_dir, conversion, partial)
+        (partial / RECIPE_FILE).write_text(
+            publishable_config(recipe) if options.publishable else recipe, encoding="utf-8"
+        )
         (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")
     console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
     for note in notes:

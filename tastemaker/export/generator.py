@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ..config.dump import registered_name
 from ..config.load import load_any_config
 from ..config.registries import MODELS
 from ..config.schema import RunConfig
@@ -30,17 +29,23 @@ from ..processes.paths import RectifiedFlow
 from ..report.run_record import RunRecord, read_run
 from ..training import checkpoint
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
-from . import diffusers_pipeline, lora
+from . import diffusers_pipeline, lora, transformers_model
 from .comfyui import WORKFLOWS, ComfyWorkflowSettings
 from .diffusers_pipeline import GeneratorExport as GeneratorExport
 from .model_card import (
     ModelCardData,
     lora_snippet,
     original_lora_snippet,
+    peft_snippet,
     pipeline_snippet,
+    public_name,
     render_model_card,
     tastemaker_snippet,
+    transformers_snippet,
+    write_gallery,
 )
+from .modelspec import make_metadata, save_safetensors
+from .publishable import publishable_config, remove_local_names
 from .weights import choose_checkpoint_snapshot, export_autoencoder, is_autoencoder_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,10 +63,16 @@ class TrainedGenerator:
     weights_name: str  # live, or the name of a snapshot
     net: Any
     weights: Weights
+    size: tuple[int, int]  # height and width of a sample
 
     def adapters(self, options: GeneratorExport) -> LoraWeights | None:
         """Return the LoRA adapters if they are to be exported by themselves."""
         return self.weights if isinstance(self.weights, LoraWeights) and not options.merge else None
+
+    def metadata(self, options: GeneratorExport) -> dict[str, str]:
+        """Return the `modelspec.*` metadata of exported files."""
+        is_lora = self.adapters(options) is not None
+        return make_metadata(self.config, options.layout, is_lora=is_lora, size=self.size)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of the network with LoRA adapters merged."""
@@ -88,12 +99,16 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
         (diffusers_pipeline.export_dit_file if options.layout == "authors" else export_dit)(options, console)
         return
     trained = load_trained_generator(options)
-    write = {"diffusers": write_diffusers, "comfyui": write_comfyui, "authors": write_original_layout}[options.layout]
+    write = WRITERS[options.layout]
     with replace_directory(options.out) as partial:
         usage = write(options, trained, partial)
-        card = collect_card_data(options, trained, read_run(options.run_dir), usage)
+        record = read_run(options.run_dir)
+        card = collect_card_data(options, trained, record, usage, write_gallery(record, partial))
         (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
-        shutil.copyfile(options.run_dir / CONFIG_FILE, partial / RECIPE_FILE)
+        recipe = (options.run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+        (partial / RECIPE_FILE).write_text(publishable_config(recipe) if options.publishable else recipe, "utf-8")
+        if options.publishable:
+            remove_local_names(partial)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file()) / 1e6
     text = f"{options.out}: {trained.weights_name} weights of {trained.checkpoint.name}, {size:.1f} MB"
     console.print(text, highlight=False)
@@ -103,6 +118,8 @@ def load_trained_generator(options: GeneratorExport) -> TrainedGenerator:
     """Load the network with a snapshot of its weights. Optimizer state and other snapshots are not read."""
     config, layout, step_dir = find_checkpoint(options.run_dir)
     model_name, is_lora = type(config.model).__name__, isinstance(config.tuning, Lora)
+    if "transformers" in (options.layout, layout.library) and options.layout != layout.library:
+        raise ConfigError(f"--layout: {options.layout} does not support {model_name}; give {layout.library} [TM2570]")
     if options.layout != "authors" and not layout.pipeline_class:
         raise ConfigError(f"--layout: {options.layout} does not support {model_name}; give authors [TM667]")
     if options.layout == "comfyui" and not layout.comfyui_lora_prefix and layout.pipeline_class:
@@ -121,7 +138,8 @@ def load_trained_generator(options: GeneratorExport) -> TrainedGenerator:
         for p in weights.trainable().values():
             p.data = p.data.float()  # factors are multiplied before they are rounded
     checkpoint.initialize_weights(step_dir, weights, "weights" if name == "live" else f"snapshots/{name}")
-    return TrainedGenerator(config, layout, config.model.weights or "", step_dir, name, model.net, weights)
+    size = (model.pixels[2], model.pixels[3])
+    return TrainedGenerator(config, layout, config.model.weights or "", step_dir, name, model.net, weights, size)
 
 
 def find_checkpoint(run_dir: Path) -> tuple[RunConfig, PipelineLayout, Path]:
@@ -141,7 +159,8 @@ def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Pa
     """Write LoRA adapters or a pipeline folder for diffusers. Returns the usage for the model card."""
     layout, base_model, adapters = trained.layout, trained.base_model, trained.adapters(options)
     if adapters is not None:
-        lora.write_diffusers_lora(adapters, layout, out / lora.DIFFUSERS_LORA_FILE, options.dtype)
+        file = out / lora.DIFFUSERS_LORA_FILE
+        lora.write_diffusers_lora(adapters, layout, file, options.dtype, trained.metadata(options))
         return lora_snippet(layout, base_model, lora.DIFFUSERS_LORA_FILE)
     if not options.network_only:
         base_folder = find_weights(base_model, WeightsSource(base_model))
@@ -150,9 +169,12 @@ def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Pa
     for component, prefix in layout.components.items():
         component_tensors = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
         net = trained.net.get_submodule(prefix.rstrip("."))
-        diffusers_pipeline.save_component(net, component_tensors, out / component, options.max_shard_size)
+        diffusers_pipeline.save_component(
+            net, component_tensors, out / component, options.max_shard_size, trained.metadata(options)
+        )
     if options.network_only:
-        return " ".join(f"The folder `{component}` replaces that of {base_model}." for component in layout.components)
+        base_name = public_name(base_model)
+        return " ".join(f"The folder `{component}` replaces that of {base_name}." for component in layout.components)
     return pipeline_snippet(layout) if layout.lora_loader != "tastemaker" else tastemaker_snippet()
 
 
@@ -169,7 +191,7 @@ def write_comfyui(options: GeneratorExport, trained: TrainedGenerator, out: Path
         ]
         files = [original_file_name(options, prefix) for prefix in trained_prefixes]
         for prefix, file in zip(trained_prefixes, files, strict=True):
-            lora.write_comfyui_lora(adapters, layout, out / file, options.dtype, prefix)
+            lora.write_comfyui_lora(adapters, layout, out / file, options.dtype, prefix, trained.metadata(options))
     folder = "loras" if adapters is not None else "diffusion_models"
     usage = f"Put {' and '.join(f'`{file}`' for file in files)} into ComfyUI's `models/{folder}`."
     build_workflow = WORKFLOWS.get(layout.comfyui_workflow)
@@ -200,6 +222,22 @@ def write_original_layout(options: GeneratorExport, trained: TrainedGenerator, o
     return f"`{files[0]}` holds the network under its authors' names."
 
 
+def write_transformers(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
+    """Write adapters for peft, or the folder of a model of transformers. Returns the usage for the model card."""
+    adapters, name = trained.adapters(options), trained.layout.pipeline_class
+    if adapters is not None:
+        transformers_model.write_peft_adapters(
+            adapters, out, options.dtype, trained.base_model, trained.metadata(options)
+        )
+        return peft_snippet(name, trained.base_model)
+    base = None if options.network_only else find_weights(trained.base_model, WeightsSource(trained.base_model))
+    tensors = trained.tensors(options.dtype)
+    transformers_model.write_model(tensors, base, out, options.max_shard_size, trained.metadata(options))
+    if base is None:
+        return f"The file replaces the tensors of the same names in {public_name(trained.base_model)}."
+    return transformers_snippet(name)
+
+
 def write_original_networks(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> list[str]:
     """Write a file for each network under its authors' names. Returns the names of the files."""
     tensors, files = trained.tensors(options.dtype), []
@@ -208,7 +246,7 @@ def write_original_networks(options: GeneratorExport, trained: TrainedGenerator,
         own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
         original = trained.layout.to_original(own, net.config)
         files.append(original_file_name(options, prefix))
-        save_file({key: x.contiguous() for key, x in original.items()}, out / files[-1], {"format": "pt"})
+        save_safetensors(original, out / files[-1], trained.metadata(options))
     return files
 
 
@@ -230,8 +268,20 @@ def workflow_settings(trained: TrainedGenerator, file: str, *, is_lora: bool) ->
     return ComfyWorkflowSettings(file, is_lora, shift=shift, **settings)
 
 
+WRITERS: dict[str, Callable[[GeneratorExport, TrainedGenerator, Path], str]] = {
+    "diffusers": write_diffusers,
+    "comfyui": write_comfyui,
+    "authors": write_original_layout,
+    "transformers": write_transformers,
+}
+
+
 def collect_card_data(
-    options: GeneratorExport, trained: TrainedGenerator, record: RunRecord, usage: str
+    options: GeneratorExport,
+    trained: TrainedGenerator,
+    record: RunRecord,
+    usage: str,
+    gallery: Sequence[tuple[str, str]] = (),
 ) -> ModelCardData:
     """Collect what the model card states."""
     config, sources = trained.config, trained.config.model.sources
@@ -245,5 +295,8 @@ def collect_card_data(
         weights=trained.weights_name,
         usage=usage,
         is_lora=trained.adapters(options) is not None,
+        objective=registered_name(type(config.objective)),
+        library=trained.layout.library,
+        gallery=tuple(gallery),
         frames=config.model.frames,
     )

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.lora import Lora, LoraWeights
@@ -28,8 +28,10 @@ from ..models.pretrained import (
 )
 from ..models.restricted_unpickler import load_pickle
 from ..models.video_checkpoint_keys import refuse_fused_layers
+from .modelspec import save_safetensors
 
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
+ADAPTER_FILE = "adapter_model.safetensors"  # the name peft looks for
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers, and no other program, stores rank and alpha
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 LORA_DOWN, LORA_UP, LORA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
@@ -140,14 +142,20 @@ def _copy_factors(adapters: Mapping[str, LoraFactors], weights: Weights, scale: 
 # Writing
 
 
-def write_diffusers_lora(weights: LoraWeights, layout: PipelineLayout, path: Path, dtype: torch.dtype) -> None:
+def write_diffusers_lora(
+    weights: LoraWeights,
+    layout: PipelineLayout,
+    path: Path,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Write adapters for diffusers. The scale is multiplied into B, because not every reader looks at the metadata."""
     rank, scale = weights.config.r, weights.config.lora_alpha / weights.config.r
     tensors = {}
     for key, x in weights.trainable().items():
         scaled = x.detach().float() * (scale if key.endswith(LORA_B) else 1)
         tensors[_pipeline_key(key, layout)] = scaled.to(dtype).contiguous()
-    metadata: dict[str, object] = {}
+    adapter_config: dict[str, object] = {}
     for component in sorted({key.partition(".")[0] for key in tensors}):
         prefix = f"{component}."
         targets = sorted(
@@ -156,8 +164,8 @@ def write_diffusers_lora(weights: LoraWeights, layout: PipelineLayout, path: Pat
             if key.startswith(prefix) and key.endswith(LORA_A)
         )
         config = {"r": rank, "lora_alpha": rank, "target_modules": targets, "lora_dropout": 0.0, "bias": "none"}
-        metadata |= {f"{component}.{name}": value for name, value in config.items()}
-    save_file(tensors, path, {"format": "pt", METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+        adapter_config |= {f"{component}.{name}": value for name, value in config.items()}
+    save_safetensors(tensors, path, {METADATA_KEY: json.dumps(adapter_config, sort_keys=True), **metadata})
 
 
 def _pipeline_key(key: str, layout: PipelineLayout) -> str:
@@ -169,7 +177,12 @@ def _pipeline_key(key: str, layout: PipelineLayout) -> str:
 
 
 def write_comfyui_lora(
-    weights: LoraWeights, layout: PipelineLayout, path: Path, dtype: torch.dtype, prefix: str = ""
+    weights: LoraWeights,
+    layout: PipelineLayout,
+    path: Path,
+    dtype: torch.dtype,
+    prefix: str = "",
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write adapters for ComfyUI: down, up and alpha of each layer, whose name has underscores for dots.
 
@@ -190,7 +203,7 @@ def write_comfyui_lora(
         name = f"{start}_{layer.replace('.', '_')}"
         tensors[name + (LORA_DOWN if factor.startswith("A") else LORA_UP)] = x.detach().to(dtype).contiguous()
         tensors[name + LORA_ALPHA] = torch.tensor(float(weights.config.lora_alpha))
-    save_file(tensors, path, {"format": "pt"})
+    save_safetensors(tensors, path, metadata)
 
 
 def write_original_lora(weights: LoraWeights, layout: PipelineLayout, path: Path) -> None:

@@ -11,12 +11,18 @@ from typing import Any
 import yaml
 
 from ..core.model_spec import PipelineLayout
+from ..data.image_io import encode_png
 from ..models.pretrained import HUB_ID, WeightsSource
+from ..report.headline import find_evaluation_pair
 from ..report.run_record import RunRecord
+from ..report.sample_sets import read_sample_grid
+from .publishable import publishable_config
 
 HUB_LICENSES = ("apache-2.0", "mit")  # licenses that the hub knows by name
 REPORTED_METRICS = ("reward/", "rewards/", "guard/")  # prefixes of the metrics that measure quality
 FOLDER_PLACEHOLDER = "path/of/this/folder"
+BASE_PLACEHOLDER = "path/of/the/base/model"
+GALLERY_FOLDER, GALLERY_SIZE = "images", 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class ModelCardData:
     usage: str  # Markdown
     is_lora: bool
     frames: int = 1  # of a sample
+    objective: str = ""  # its name in recipes
+    library: str = "diffusers"  # that loads the weights
+    gallery: tuple[tuple[str, str], ...] = ()  # prompt and file of samples beside the card
 
 
 def render_model_card(card: ModelCardData) -> str:
@@ -47,6 +56,7 @@ def render_model_card(card: ModelCardData) -> str:
         f"{relation} {_hub_link(card.base_model)}, trained with the recipe below: the {card.weights} weights of "
         f"{card.step.replace('-', ' ')}.",
         "",
+        *(["## Samples", "<Gallery />", ""] if card.gallery else []),
         "## Use",
         card.usage,
         "",
@@ -58,7 +68,7 @@ def render_model_card(card: ModelCardData) -> str:
         "",
         "## Recipe",
         "```yaml",
-        card.record.config_text.rstrip(),
+        publishable_config(card.record.config_text).rstrip(),
         "```",
         "",
     ]
@@ -76,9 +86,15 @@ def _header(card: ModelCardData) -> dict[str, Any]:
         **base,
         **_license_fields(card),
         "pipeline_tag": _pipeline_tag(card),
-        "library_name": "diffusers",
-        "tags": ["tastemaker", *(["lora"] if card.is_lora else [])],
+        "library_name": "peft" if card.is_lora and card.library == "transformers" else card.library,
+        "tags": ["tastemaker", *([card.objective] if card.objective else []), *(["lora"] if card.is_lora else [])],
+        **({"widget": [_widget(*each) for each in card.gallery]} if card.gallery else {}),
     }
+
+
+def _widget(prompt: str, file: str) -> dict[str, Any]:
+    """An entry of the hub's gallery."""
+    return {"text": prompt or " ", "output": {"url": file}}
 
 
 def _pipeline_tag(card: ModelCardData) -> str:
@@ -104,18 +120,60 @@ def _hub_link(name: str) -> str:
     return f"[{name}](https://huggingface.co/{name})" if HUB_ID.fullmatch(name) else "a local model"
 
 
+def public_name(base_model: str) -> str:
+    """The base model's id on the hub, or a placeholder for a local folder, whose path nobody else has."""
+    return base_model if HUB_ID.fullmatch(base_model) else BASE_PLACEHOLDER
+
+
+def write_gallery(record: RunRecord, out: Path) -> list[tuple[str, str]]:
+    """Write the last samples of a run beside the card; of videos their middle frame. Returns prompts and files."""
+    if not record.sample_grids:
+        return []
+    samples = read_sample_grid(record.sample_grids[-1], record.name).take(GALLERY_SIZE)
+    (out / GALLERY_FOLDER).mkdir()
+    gallery = []
+    for i, (pixels, prompt) in enumerate(zip(samples.pixels, samples.prompts, strict=True)):
+        file = f"{GALLERY_FOLDER}/{i}.png"
+        middle = len(pixels) // 2
+        (out / file).write_bytes(encode_png(pixels[middle : middle + 1]))
+        gallery.append((prompt, file))
+    return gallery
+
+
 def _score_lines(record: RunRecord) -> list[str]:
     curves = [(name, record.curve(name)) for name in record.metric_names() if name.startswith(REPORTED_METRICS)]
     table = [f"| {name} | {curve[0][1]:.4g} | {curve[-1][1]:.4g} |" for name, curve in curves if len(curve) > 1]
+    compared, shown = _comparison_lines(record)
     evaluations = [
         f"- {name}: " + ", ".join(f"{key} {mean:.4g} ({low:.4g} to {high:.4g})" for key, mean, low, high in scores)
         for name, report in record.evaluations.items()
-        if (scores := _overall_scores(report))
+        if name not in shown and (scores := _overall_scores(report))
     ]
-    if not table and not evaluations:
+    if not table and not evaluations and not compared:
         return ["No scores were measured during training."]
     head = ["| metric during training | first | last |", "|---|---|---|"] if table else []
-    return [*head, *table, *([""] if table and evaluations else []), *evaluations]
+    blocks = [block for block in (compared, [*head, *table], evaluations) if block]
+    return [line for i, block in enumerate(blocks) for line in ([""] if i else []) + block]
+
+
+def _comparison_lines(record: RunRecord) -> tuple[list[str], list[str]]:
+    """A table of an evaluation before and after training with 95 % intervals, and the evaluations that it shows."""
+    pair = find_evaluation_pair(record)
+    if pair is None or pair.before is None:
+        return [], []
+    before, after = (
+        {name: (mean, low, high) for name, mean, low, high in _overall_scores(record.evaluations[each])}
+        for each in (pair.before, pair.after)
+    )
+    rows = [f"| {name} | {_interval(before[name])} | {_interval(after[name])} |" for name in after if name in before]
+    benchmark = str(record.evaluations[pair.after].get("benchmark", "")) or pair.after
+    head = [f"| {benchmark}, with 95 % intervals | before | after step {pair.step} |", "|---|---|---|"]
+    return ([*head, *rows], [pair.before, pair.after]) if rows else ([], [])
+
+
+def _interval(score: tuple[float, float, float]) -> str:
+    mean, low, high = score
+    return f"{mean:.4g} ({low:.4g} to {high:.4g})"
 
 
 def _overall_scores(report: Mapping[str, Any]) -> Sequence[tuple[str, float, float, float]]:
@@ -137,9 +195,10 @@ def _credit_lines(card: ModelCardData) -> list[str]:
 # Usage
 
 
-def read_usage(folder: Path) -> list[str]:
+def read_usage(folder: Path, base_model: str = "") -> list[str]:
     """The lines of an exported folder's README that say how to load it: Python code, or a sentence for ComfyUI."""
     text = (folder / "README.md").read_text(encoding="utf-8").replace(FOLDER_PLACEHOLDER, str(folder))
+    text = text.replace(BASE_PLACEHOLDER, base_model or BASE_PLACEHOLDER)
     usage = text.partition("## Use\n")[2].partition("\n## ")[0] or text
     code = re.search(r"```python\n(.*?)\n```", usage, re.DOTALL)
     return code[1].splitlines() if code else [line.replace("`", "") for line in usage.splitlines() if line]
@@ -160,7 +219,7 @@ def lora_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
         return tastemaker_snippet()
     if layout.lora_loader == "merge":
         return merge_snippet(layout, base_model, file)
-    lines = [f'pipeline = {layout.pipeline_class}.from_pretrained("{base_model}")']
+    lines = [f'pipeline = {layout.pipeline_class}.from_pretrained("{public_name(base_model)}")']
     if not layout.component_prefixes:
         return _python_block(layout, [*lines, f'pipeline.load_lora_weights("{FOLDER_PLACEHOLDER}")'])
     lines += [f'tensors = load_file("{FOLDER_PLACEHOLDER}/{file}").items()']
@@ -178,7 +237,7 @@ def merge_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
     lines = [
         "from safetensors.torch import load_file",
         "",
-        f'pipeline = {layout.pipeline_class}.from_pretrained("{base_model}")',
+        f'pipeline = {layout.pipeline_class}.from_pretrained("{public_name(base_model)}")',
         f'factors = load_file("{FOLDER_PLACEHOLDER}/{file}")',
         'for key in [key for key in factors if key.endswith(".lora_A.weight")]:',
         '    component, _, layer = key.removesuffix(".lora_A.weight").partition(".")',
@@ -187,6 +246,23 @@ def merge_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
         "    weight.data += (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight)",
     ]
     return _python_block(layout, lines)
+
+
+def transformers_snippet(model_class: str) -> str:
+    """Return Python code that loads an exported folder with transformers."""
+    return _transformers_block([f"from transformers import {model_class}", ""], model_class, FOLDER_PLACEHOLDER, [])
+
+
+def peft_snippet(model_class: str, base_model: str) -> str:
+    """Return Python code that loads exported adapters into their base model of transformers."""
+    imports = ["from peft import PeftModel", f"from transformers import {model_class}", ""]
+    load = [f'model = PeftModel.from_pretrained(model, "{FOLDER_PLACEHOLDER}").merge_and_unload()']
+    return _transformers_block(imports, model_class, public_name(base_model), load)
+
+
+def _transformers_block(imports: list[str], model_class: str, name: str, lines: list[str]) -> str:
+    load = f'model = {model_class}.from_pretrained("{name}")'
+    return "\n".join(["```python", *imports, load, *lines, "```"])
 
 
 def tastemaker_snippet() -> str:

@@ -6,11 +6,11 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..config.build import build, build_autoencoder, build_judge
@@ -34,6 +34,7 @@ from ..training import checkpoint
 from ..training.run_directory import CONFIG_FILE
 from ..vlm.chat_model import load_chat_model
 from ..vlm.judge_models import save_chat_model
+from .modelspec import make_metadata, save_safetensors, seal_hash
 
 CPU_DEVICE = "engine.device=cpu"  # weights are only copied
 CPU_OVERRIDES = [CPU_DEVICE, "engine.compile=false", "engine.strategy=replicated", "engine.cpu_offload=false"]
@@ -66,7 +67,7 @@ def export_weights(run_dir: Path, out: Path, name: str, bits: int, console: Cons
         raise ConfigError(f"{run_dir} has no checkpoint to export; give a run directory with a checkpoint [TM688]")
     tensors, chosen = choose_weights(load_weights(config, run_dir, step_dir), name)
     if showo is not None and as_published_folder:
-        write_showo(showo, tensors, out)
+        write_showo(showo, tensors, out, weights_modelspec(config))
         console.print(f"{out}: {chosen} weights of {step_dir.name}, in Show-o's published layout", highlight=False)
         return
     weight_files.write_weights(
@@ -74,7 +75,9 @@ def export_weights(run_dir: Path, out: Path, name: str, bits: int, console: Cons
         quantize_int8(tensors) if bits == 8 else tensors,
         weights_metadata(config, step_dir),
         torch.float32 if bits == 32 else torch.float16,
+        weights_modelspec(config),
     )
+    seal_hash(out)
     size = out.stat().st_size / 1e6
     console.print(f"{out}: {chosen} weights of {step_dir.name}, {size:.1f} MB", highlight=False)
 
@@ -121,6 +124,11 @@ def weights_metadata(config: RunConfig | AutoencoderRunConfig, step_dir: Path) -
     settings = config_to_dict(config)
     keys = ("autoencoder",) if isinstance(config, AutoencoderRunConfig) else ("model", "process", "guidance")
     return {**{key: settings[key] for key in keys}, "trained": {"name": config.name, "step": step_dir.name}}
+
+
+def weights_modelspec(config: RunConfig | AutoencoderRunConfig) -> dict[str, str]:
+    """Return the `modelspec.*` metadata of a generator's file; none for an autoencoder, for which it has no keys."""
+    return make_metadata(config, "tastemaker", is_lora=False) if isinstance(config, RunConfig) else {}
 
 
 def check_new_directory(out: Path, what: str) -> None:
@@ -207,7 +215,9 @@ def export_judge(run_dir: Path, out: Path, name: str, console: Console) -> None:
     console.print(f"{out}: {chosen} weights of {step_dir.name}, for the reward vlm", markup=False, highlight=False)
 
 
-def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> None:
+def write_showo(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a folder in the layout that Show-o is published in."""
     if not isinstance(spec, ShowoSpec):
         raise ConfigError(
@@ -229,5 +239,5 @@ def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> No
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: x.detach().to(torch.bfloat16).contiguous() for key, x in tensors.items()}
-    save_file(tensors, out / "pytorch_model.safetensors", {"format": "pt"})
+    save_safetensors(tensors, out / "pytorch_model.safetensors", metadata)
     apply_umask(out)

@@ -17,6 +17,7 @@ from .pretrained import detect_weight_format
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+MODEL_FILE = "model.safetensors"  # of transformers
 
 
 class DeferredSafetensors:
@@ -70,6 +71,25 @@ def open_folder(path: Path, dtype: torch.dtype, fp32_modules: tuple[str, ...]) -
         with safe_open(path / WEIGHTS_FILE, framework="pt") as file:
             names = list(file.keys())
         return DeferredSafetensors(dict.fromkeys(names, path / WEIGHTS_FILE), dtype, fp32_modules)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None
+
+
+def open_model(path: Path, dtype: torch.dtype, prefixes: tuple[str, ...]) -> DeferredSafetensors | None:
+    """Return the tensors of a folder in transformers' layout whose names begin so; None if it has other files."""
+    index, single = path / f"{MODEL_FILE}.index.json", path / MODEL_FILE
+    try:
+        if index.is_file():
+            files = {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
+        elif single.is_file():
+            with safe_open(single, framework="pt") as opened:
+                files = dict.fromkeys(opened.keys(), MODEL_FILE)
+        else:
+            return None
+        if any(Path(file).name != file for file in files.values()):  # outside the folder
+            return None
+        chosen = {name: path / file for name, file in files.items() if name.startswith(prefixes)}
+        return DeferredSafetensors(chosen, dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
 

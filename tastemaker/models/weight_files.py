@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,13 +71,17 @@ def shipped_weights_path(name: str) -> Path:
 
 
 def write_weights(
-    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype = torch.float16
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    dtype: torch.dtype = torch.float16,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write floats as `dtype` and other tensors as they are; the file is replaced atomically."""
     converted = {key: (x.to(dtype) if x.is_floating_point() else x).detach().cpu() for key, x in tensors.items()}
     contiguous = {key: x.contiguous().clone() for key, x in converted.items()}
     with replace_file(path) as partial:
-        save_file(contiguous, partial, {"config": json.dumps(config)})
+        save_file(contiguous, partial, {"config": json.dumps(config), **metadata})
 
 
 def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:

@@ -35,6 +35,7 @@ from ..core.weights import FullFinetuning
 from ..data.image_io import check_video_format, make_contact_sheet, read_image, save_image, video_suffix
 from ..data.prompts import open_prompt_file
 from ..export.lora import (
+    ADAPTER_FILE,
     DIFFUSERS_LORA_FILE,
     LORA_SUFFIXES,
     PUBLISHED_LORAS,
@@ -279,6 +280,10 @@ def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
     config = load(folder / RECIPE_FILE, overrides)
     if (folder / DIFFUSERS_LORA_FILE).is_file():
         return replace(config, tuning=LoraFromFile(folder / DIFFUSERS_LORA_FILE, config.model.layout))
+    if config.model.layout is not None and config.model.layout.library == "transformers":
+        if (folder / ADAPTER_FILE).is_file():
+            return replace(config, tuning=LoraFromFile(folder / ADAPTER_FILE, config.model.layout))
+        return replace(load(folder / RECIPE_FILE, [*overrides, f"model.weights={folder}"]), tuning=FullFinetuning())
     if config.model.converts_to_diffusers:
         parts = ("weights", *(["autoencoder"] if (folder / VAE).is_dir() else []))
         return load(folder / RECIPE_FILE, [*overrides, *(f"model.{part}={folder}" for part in parts)])

@@ -75,7 +75,7 @@ def read_exports(config: RunConfig) -> dict[Path, dict[str, Tensor]]:
 def read_network(config: AnyConfig, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an exported folder, by the names of the network that the configuration trains."""
     layout = config.model.layout if isinstance(config, RunConfig) else None
-    if layout is None:
+    if layout is None or layout.library == "transformers":
         return load_network(config, folder)
     missing = [component for component in layout.components if not (folder / component).is_dir()]
     if missing:

@@ -11,7 +11,9 @@ from tastemaker.cli import app
 from tastemaker.config.load import load
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.models import qwen_image, qwen_image_21, qwen_image_edit, sana
+from tastemaker.models.janus import checkpoint
 from tastemaker.models.llamagen.model import VARIANTS as WIDTHS
+from tastemaker.models.nets.janus import JanusNet
 
 LLAMAGEN = [
     "model.variant=tiny",
@@ -160,6 +162,18 @@ def test_plan_image_models(recipe: str, published: Any, hub: str, tiny: Any, mon
     monkeypatch.setitem(published.configs, hub, without_text_encoder)
     resources = estimate(recipe, "model.height=64", "model.width=64", "model.max_text_tokens=16", "rewards={}")
     assert resources.frozen > 0 and 0 < resources.collect_activations < resources.total
+
+
+@pytest.mark.slow
+def test_janus_has_a_cache_while_sampling_only() -> None:
+    sizes, tiny = checkpoint.TINY_SIZES, ["model.weights=tiny", "model.max_text_tokens=16", "rewards={}"]
+    batch = ["batch.prompts=4", "batch.rollout_batch_size=8", "engine.precision=fp32"]
+    resources = estimate("grpo-janus", *tiny, *batch)
+    rows, positions = 2 * 8, 16 + sizes.grid_size**2
+    cache = 4 * 2 * sizes.depth * rows * positions * sizes.width
+    assert resources.kv_cache == 0 and resources.collect_activations >= cache
+    assert resources.weights == 4 * sum(p.numel() for p in JanusNet(sizes).parameters())
+    assert estimate("grpo-janus", *tiny, *batch, "guidance.scale=1").collect_bytes_read < resources.collect_bytes_read
 
 
 def test_plan_prints_decoding_bandwidth() -> None:

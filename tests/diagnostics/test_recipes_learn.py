@@ -35,7 +35,7 @@ CHECKED_TOYS = {
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
 CHECKED_PUBLISHED = {
-    "dpo-showo", "flowgrpo-sd35", "grpo-llamagen", "reward-gradient-dit-folder", "vader-opensora-hps",
+    "dpo-showo", "flowgrpo-sd35", "grpo-janus", "grpo-llamagen", "reward-gradient-dit-folder", "vader-opensora-hps",
 }  # fmt: skip
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, or on a network and with an objective that recipes of the other sets have too.

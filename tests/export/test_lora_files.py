@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 import transformers
+import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiers import fast
@@ -160,7 +161,9 @@ def run_card_snippet(folder: Path) -> Any:
     snippet = re.search("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert snippet is not None
     names: dict[str, Any] = {}
-    exec(snippet[1].replace("path/of/this/folder", str(folder)), names)
+    base = yaml.safe_load((folder / "recipe.yaml").read_text())["model"]["weights"]
+    code = snippet[1].replace("path/of/this/folder", str(folder)).replace("path/of/the/base/model", str(base))
+    exec(code, names)
     return names["pipeline"]
 
 

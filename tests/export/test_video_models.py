@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import torch
 import transformers
+import yaml
 from diffusers.loaders import single_file_utils
 from rich.console import Console
 from safetensors.torch import load_file
@@ -95,7 +96,8 @@ def read_card_code(folder: Path) -> str:
     """The Python code of a model card."""
     code = re.search("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code is not None
-    return code[1].replace("path/of/this/folder", str(folder))
+    base = yaml.safe_load((folder / "recipe.yaml").read_text())["model"]["weights"]
+    return code[1].replace("path/of/this/folder", str(folder)).replace("path/of/the/base/model", str(base))
 
 
 def test_card_of_modelscope_adapters_loads_them_in_diffusers(tmp_path: Path) -> None:

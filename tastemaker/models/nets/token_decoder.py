@@ -8,13 +8,14 @@ images of 576 tokens the average is 0.36, 1.1, 2.4, 4.1 and 7.5 GB for B, L, XL,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.distributions import TokenSampler
 from ...core.guidance import apply_guidance, count_guided_tokens, in_interval, token_levels
@@ -82,7 +83,7 @@ def to_indices(selection: Tensor, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=selection.device)[selection].to(device)
 
 
-def prefill(net: GPT, request: DecodeRequest) -> tuple[Tensor, KVCache, Tensor]:
+def prefill(net: nn.Module, request: DecodeRequest) -> tuple[Tensor, KVCache, Tensor]:
     """Read the conditions: logits [R, V] of the first token, the KV cache of distinct rows, and each row's index in it.
 
     Equal neighbors are read once: the samples of a group share their prompt, and all unconditional rows are the same.
@@ -111,18 +112,27 @@ def fill_kv_cache(cache: Tensor, prefilled: KVCache, index: Tensor) -> None:
         layer[0, :, :, :length, :head_dim], layer[1, :, :, :length, :head_dim] = keys[index], values[index]
 
 
-class StaticKVCacheDecoder:
-    """Token decoder with a preallocated KV cache that calls the network's own modules, on any device."""
+class CachedTokenDecoder(ABC):
+    """Token decoder with a preallocated KV cache: prompts are read once, then one token of every row per call."""
 
     @torch.no_grad()
-    def __init__(self, net: GPT, request: DecodeRequest) -> None:
+    def __init__(self, net: nn.Module, request: DecodeRequest) -> None:
         self.net, self.request, self.num_decoded = net, request, 0
         self.logits, prefilled, index = prefill(net, request)
-        self.cache = allocate_kv_cache(net.config, len(request.cond), prefilled[0][0], net.config.head_dim)
+        self.prefix_length = prefilled[0][0].shape[2]
+        self.cache = self.allocate_cache(len(request.cond), prefilled[0][1])
         fill_kv_cache(self.cache, prefilled, index)
         self._ids = torch.zeros_like(request.uniform, dtype=torch.long)
         self._log_prob = torch.zeros_like(request.uniform)
         self.last = self._ids[:, 0]  # the next input of the network, once the first token is decoded
+
+    @abstractmethod
+    def allocate_cache(self, rows: int, like: Tensor) -> Tensor:
+        """An empty cache [depth, 2, rows, kv heads, positions, head dim] of the dtype of `like`."""
+
+    @abstractmethod
+    def read_token(self, ids: Tensor, position: int) -> Tensor:
+        """Logits [R, V] after reading tokens [R] at `position`; their keys and values are written into the cache."""
 
     @property
     def ids(self) -> Tensor:
@@ -136,9 +146,8 @@ class StaticKVCacheDecoder:
     def decode_next(self) -> None:
         request, i = self.request, self.num_decoded
         if i:
-            last, position = self.last, self.net.config.prefix_length + i - 1
-            inputs = torch.cat([last, last]) if i < request.num_guided_tokens else last
-            self.logits = decode_step(self.net, inputs, request.prefix_mask, self.cache, position)
+            inputs = torch.cat([self.last, self.last]) if i < request.num_guided_tokens else self.last
+            self.logits = self.read_token(inputs, self.prefix_length + i - 1)
         logits = request.apply_guidance(self.logits, i)
         self.last, self._log_prob[:, i] = request.sampler.sample(logits, request.uniform[:, i])
         self._ids[:, i], self.num_decoded = self.last, i + 1
@@ -154,6 +163,18 @@ class StaticKVCacheDecoder:
         self.request = self.request.select(indices)
         self._ids, self._log_prob, self.last = self._ids[indices], self._log_prob[indices], self.last[indices]
         return self
+
+
+class StaticKVCacheDecoder(CachedTokenDecoder):
+    """Decoder of LlamaGen's transformer that calls the network's own modules, on any device."""
+
+    net: GPT
+
+    def allocate_cache(self, rows: int, like: Tensor) -> Tensor:
+        return allocate_kv_cache(self.net.config, rows, like, self.net.config.head_dim)
+
+    def read_token(self, ids: Tensor, position: int) -> Tensor:
+        return decode_step(self.net, ids, self.request.prefix_mask, self.cache, position)
 
 
 def decode_step(net: GPT, ids: Tensor, prefix_mask: Tensor | None, cache: Tensor, position: int) -> Tensor:
