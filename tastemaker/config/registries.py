@@ -107,6 +107,8 @@ REWARDS = Registry(
         "discriminator": "tastemaker.rewards.discriminator:DiscriminatorReward",
         "aesthetic": "tastemaker.rewards.clip_heads:AestheticReward",
         "aesthetic_v25": "tastemaker.rewards.aesthetic_v25:AestheticV25Reward",
+        "deqa": "tastemaker.rewards.quality_levels:DeqaReward",
+        "qalign": "tastemaker.rewards.quality_levels:QalignReward",
         "weather": "tastemaker.rewards.clip_heads:WeatherReward",
         "classifier": "tastemaker.rewards.classifier:ClassifierReward",
         "compression_score": "tastemaker.rewards.clip_heads:CompressionScoreReward",
