@@ -30,6 +30,7 @@ from ..core.reward import BatchSize, Modality, PairwiseReward, Reward, RewardCar
 from ..core.types import Metadata, Placement, Prompts
 from ..data.image_io import read_image, to_uint8
 from ..serving.chat_client import AbandonedRequest, ChatClient, EndpointPool, JudgeBudget, list_models
+from ..serving.judge_usage import UsageFiles
 from .cached import ScoreCache
 from .color import BrightnessReward
 from .judge_answers import AnswerError, JudgeAnswer
@@ -126,6 +127,12 @@ class OpenaiJudgeReward(RewardSpec):
     def load(self, placement: Placement) -> Reward:
         if self.urls == (TINY,):
             return BrightnessReward()
+        pool, model = self.connect()
+        judge = ChatJudge(self, model, pool)
+        return ChatPairJudge(judge) if self.compares_pairs else ChatScorer(judge)
+
+    def connect(self) -> tuple[EndpointPool, str]:
+        """The endpoints, which answer, and the name of the model that all of them serve."""
         key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         if self.api_key_env and not key:
             raise ConfigError(
@@ -137,8 +144,7 @@ class OpenaiJudgeReward(RewardSpec):
             for url in self.urls
         ]
         names = {client.url: list_models(client) for client in clients}
-        judge = ChatJudge(self, self._choose_model(names), EndpointPool(clients, self.budget))
-        return ChatPairJudge(judge) if self.compares_pairs else ChatScorer(judge)
+        return EndpointPool(clients, self.budget), self._choose_model(names)
 
     def _choose_model(self, names: Mapping[str, list[str] | None]) -> str:
         """The name of the model, which all endpoints must serve."""
@@ -252,6 +258,10 @@ class ChatJudge:
         usage = self.pool.usage
         totals = {"requests": usage.requests, "retries": usage.retries, "tokens": usage.tokens, "cost": usage.cost}
         return {**self.tally.take(), **totals}
+
+    def persist_in(self, directory: Path) -> None:
+        """Count the budget over all processes and restarts of a run."""
+        self.pool.usage.keep_in(UsageFiles(directory, f"{self.spec.template} {self.model}"))
 
     def _key(self, case: JudgeCase) -> bytes:
         digest = hashlib.blake2b(digest_size=32)
@@ -408,6 +418,9 @@ class ChatScorer(Reward):
     def metrics(self) -> dict[str, float]:
         return self.judge.metrics()
 
+    def persist_in(self, directory: Path) -> None:
+        self.judge.persist_in(directory)
+
 
 class ChatPairJudge(PairwiseReward):
     """Comparisons of two samples, for `win_rate`."""
@@ -421,3 +434,6 @@ class ChatPairJudge(PairwiseReward):
 
     def metrics(self) -> dict[str, float]:
         return self.judge.metrics()
+
+    def persist_in(self, directory: Path) -> None:
+        self.judge.persist_in(directory)

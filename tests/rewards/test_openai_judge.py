@@ -41,6 +41,8 @@ from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
 from tastemaker.rewards.judge_templates import load_template
 from tastemaker.rewards.openai_judge import DEFAULT_RANGE, DEFAULT_TEMPLATE, OpenaiJudgeReward, sample_frames
+from tastemaker.serving.chat_client import JudgeBudget, Usage
+from tastemaker.serving.judge_usage import UsageFiles, read_count
 from tastemaker.training import checkpoint
 from tastemaker.training.events import CheckpointSaved, StepCompleted
 from tastemaker.training.loop import train
@@ -375,3 +377,49 @@ def test_command_stops_with_the_reason_and_shows_no_key(
     assert "TM2011" in shown and "*** has expired" in shown
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"JUDGE_KEY" in written and KEY.encode() not in written and KEY not in shown
+
+
+@pytest.mark.slow
+def test_budget_of_a_run_survives_restarts(
+    stub: JudgeStub, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(requests: int) -> int:
+        inner = {"type": "openai_judge", "urls": [url], "concurrency": 1, "budget": {"requests": requests}}
+        rewards = {"judge": {"type": "cached", "reward": inner}}
+        return run_cli("train", "grpo-toy-flow", *TRAINING, "steps=4", f"rewards={json.dumps(rewards)}", "name=made")
+
+    assert run(20) == EXIT_FAILURE and len(stub.requests) == 20  # in the third step
+    assert run(20) == EXIT_FAILURE and len(stub.requests) == 20  # the third step begins again, without a request
+    assert "requests: 20 of 20" in capfd.readouterr().err
+    assert run(40) == 0 and len(stub.requests) == 36
+    folder = tmp_path / "runs/made/rewards/judge"
+    assert len(list(folder.iterdir())) == 2 and sum(read_count(path).requests for path in folder.iterdir()) == 36
+
+
+def test_usage_counts_what_other_processes_spent(tmp_path: Path) -> None:
+    budget = JudgeBudget(requests=5, tokens=5000, cost=0.01, prompt_price=2.0, completion_price=10.0)
+    response = {"usage": {"prompt_tokens": 1000, "completion_tokens": 100}}
+    first, second, other = Usage(budget), Usage(budget), Usage(budget)
+    first.start_request()  # before the files are named: of no run
+    for usage, name in ((first, "judge"), (second, "judge"), (other, "another")):
+        usage.keep_in(UsageFiles(tmp_path / "usage", name))
+    for _ in range(2):
+        first.start_request()
+        first.add(response)
+    second.start_request()
+    second.add(response)
+    other.start_request()
+    restarted = Usage(budget)
+    restarted.keep_in(UsageFiles(tmp_path / "usage", "judge"))
+    restarted.start_request()  # 3 requests, 3300 tokens and 0.009 were spent
+    restarted.add(response)
+    with pytest.raises(RewardError, match=r"cost: 0\.012 of 0\.01.*TM2012"):
+        restarted.start_request()
+    assert restarted.requests == 1 and restarted.cost == pytest.approx(0.003)  # metrics are those of the process
+    (tmp_path / "usage" / restarted._files.path.name).write_text('{"requests": "many"}')  # type: ignore[union-attr]
+    last = Usage(budget)
+    last.keep_in(UsageFiles(tmp_path / "usage", "judge"))
+    with pytest.raises(ConfigError, match="TM2307"):
+        last.start_request()
