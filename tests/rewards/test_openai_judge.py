@@ -77,7 +77,7 @@ def score(
     spec: Any, pixels: Tensor = PIXELS, prompts: Any = PROMPTS, metadata: Any = (), group_size: int = 1
 ) -> Tensor:
     rubric = Rubric({"judge": WeightedReward(spec, spec.load(Placement()))})
-    return rubric.score(pixels, prompts, metadata).total
+    return rubric.score(pixels, prompts, metadata, group_size).total
 
 
 def test_listed_defaults_are_those_of_the_default_template() -> None:
@@ -253,6 +253,25 @@ def test_videos_are_frames_and_edits_show_their_source(stub: JudgeStub, url: str
     assert "make it red" in following["messages"][1]["content"][-1]["text"]
     with pytest.raises(RewardError, match="TM2032"):
         score(judge(url, template="editscore"), PIXELS[:1], ["x"])
+
+
+def test_pairs_of_edits_show_their_source_and_checklists_ask_each_question(
+    stub: JudgeStub, url: str, tmp_path: Path
+) -> None:
+    stub.answer = lambda b: completion(f"Edited image 1: {b[1]:.3f}, edited image 2: {b[2]:.3f}.")
+    settings = {"type": "openai_judge", "urls": [url], "template": "unifiedreward_edit_pair_score"}
+    sources = [torch.full((3, 6, 10), 0.2), torch.full((1, 3, 8, 8), 0.4)]  # pixels of two sizes
+    entries = [{"image": sources}] * 4
+    stub.fault = lambda n, request: stub.answer([0, *(float(x.mean()) / 255 for x in read_images(request)[2:])])
+    wins = score(from_config("win_rate", reward=settings), PIXELS[:4], ["dark"] * 4, entries, group_size=4)
+    assert wins.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert [round(float(image.mean()) / 255, 1) for image in read_images(stub.requests[0])[:2]] == [0.2, 0.4]
+
+    path = tmp_path / "list.yaml"
+    path.write_text("checklist: [{question: 'Is {prompt} there?', weight: 2}, 'Is it dark?']\n", encoding="utf-8")
+    stub.fault = lambda n, request: yes_answer([0.9 if "prompt 0" in str(request) else 0.3])
+    found = score(judge(url, template=str(path)), PIXELS[:1], PROMPTS[:1])
+    assert found.item() == pytest.approx((2 * 0.8 - 0.4) / 2, abs=1e-5) and len(stub.requests) == 14
 
 
 def test_key_is_sent_and_never_shown(
