@@ -18,9 +18,11 @@ from .backbones.preprocessing import CLIP_MEAN, Preprocessing
 from .backbones.qwen2_vl import round_to_bytes
 
 DEQA = WeightsSource(
-    "zhiyuanyou/DeQA-Score-Mix3", size="16.4 GB", license="license on its page, code MIT, base model LLaMA 2"
+    "zhiyuanyou/DeQA-Score-Mix3", size="16.4 GB", license="MIT on its card; LLaMA 2's license for its base"
 )
-QALIGN = WeightsSource("q-future/one-align", size="16.4 GB", license="S-Lab 1.0: non-commercial")
+QALIGN = WeightsSource(
+    "q-future/one-align", size="16.4 GB", license="MIT on its card, S-Lab 1.0 (non-commercial) elsewhere; LLaMA 2's"
+)
 LEVELS = ("excellent", "good", "fair", "poor", "bad")
 QUESTION = "USER: How would you rate the {subject} of this image?\n<|image|>\nASSISTANT: The {subject} of the image is"
 TINY_QUESTION = OwlQuestion((1, 5, 6), (7, 8), (10, 11, 12, 13, 14))
@@ -51,7 +53,7 @@ class DeqaReward(PretrainedReward):
 
 @dataclass(frozen=True)
 class QalignReward(PretrainedReward):
-    """Q-Align (OneAlign): the expected quality or aesthetics of an image, from 0 to 1. Non-commercial license."""
+    """Q-Align (OneAlign): the expected quality or aesthetics of an image, from 0 to 1. The prompt is not read."""
 
     weights: str = QALIGN.hub  # or a folder that holds the published files
     subject: Subject = "quality"  # what is rated; aesthetics is taste rather than technical quality
