@@ -109,6 +109,7 @@ REWARDS = Registry(
         "aesthetic_v25": "tastemaker.rewards.aesthetic_v25:AestheticV25Reward",
         "deqa": "tastemaker.rewards.quality_levels:DeqaReward",
         "qalign": "tastemaker.rewards.quality_levels:QalignReward",
+        "musiq": "tastemaker.rewards.musiq:MusiqReward",
         "weather": "tastemaker.rewards.clip_heads:WeatherReward",
         "classifier": "tastemaker.rewards.classifier:ClassifierReward",
         "compression_score": "tastemaker.rewards.clip_heads:CompressionScoreReward",

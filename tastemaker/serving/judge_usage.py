@@ -18,6 +18,7 @@ from ..core.registry import ConfigError
 from ..core.safe_files import read_json_object
 
 REFRESH_SECONDS = 1.0  # between two looks at the files of other processes
+FIELDS = ("requests", "prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,6 @@ class UsageFiles:
             paths = [path for path in sorted(self.directory.glob(f"{self._judge}-*.json")) if path != self.path]
             self._others, self._read_at = sum(map(read_count, paths), UsageCount()), now
         return self._others
-
-
-FIELDS = ("requests", "prompt_tokens", "completion_tokens")
 
 
 def read_count(path: Path) -> UsageCount:
