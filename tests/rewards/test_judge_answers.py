@@ -175,7 +175,7 @@ def test_checklist_file(tmp_path: Path) -> None:
     template = load_template(str(path))
     assert [question.parts[1].text for question in template.questions][1] == "Is it blurred? Answer yes or no."
     assert [question.placeholders for question in template.questions] == [("prompt",), (), ("style",)]
-    assert template.combine_scores([0.9, 0.2, 0.5]) == pytest.approx((3 * 0.8 - 1 * -0.6 + 0) / 3)
+    assert template.combine_scores([0.9, 0.2, 0.3]) == pytest.approx((3 * 0.8 - 1 * -0.6 - 0.4) / 3)
     assert template.sampling.max_tokens == 1 and template.questions[0].answer.uses_logprobs
     assert float(template.range.split()[0]) == pytest.approx(-5 / 3, abs=1e-3)
     wrong = {
