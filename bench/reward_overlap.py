@@ -1,11 +1,16 @@
-"""Step time with a judge as slow as sampling: serial scoring against overlapped scoring.
+"""Step time with a judge as slow as sampling: serial scoring against overlapped scoring, with the update.
 
-    python bench/reward_overlap.py --device cpu --batches 12
+    python bench/reward_overlap.py                                           # an artificial judge, on any machine
+    python bench/reward_overlap.py --device cuda --judges artificial,hps,vlm --batch-size 64 --steps 3
+    python bench/reward_overlap.py --tiny                                    # small networks, for tests
 
-An artificial judge on the host takes as long for a rollout batch as the sampler. The script prints the seconds of the
-rollout (sampling and scoring, without the update, which has to wait for all scores) divided by the longer of sampling
-and judging alone. With n batches no schedule is better than (n + 1) / n, because the last batch is judged when nothing
-is left to sample. It also compares the weights after the steps to the bit.
+The artificial judge is on the host and takes as long for a rollout batch as the sampler, as a remote judge would. `hps`
+is a CLIP ViT-H/14 and `vlm` a judge of 7B parameters, both with random weights on the sampler's device, where they
+compete with it. For them the number of sampling steps is raised until sampling takes about as long as judging.
+
+A step may take 1.15 times the longer of sampling and judging, and the update, which needs all scores. With n rollout
+batches no schedule is better than (n + 1) / n, because the last batch is judged when nothing is left to sample. The
+script also compares the weights after the steps to the bit. Sections that would begin after --minutes are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from device import device_name, reset_memory, synchronize  # beside this file
+from rewards import JUDGE_BATCH_SIZE, build_clip_scorer, build_judge  # beside this file
 from torch import Tensor
 
 from tastemaker.config.build import build
@@ -30,6 +37,12 @@ from tastemaker.core.reward import Reward, RewardCard, RewardSpec
 from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.training.loop import train_step
 from tastemaker.training.run import Run
+from tastemaker.vlm.judge import VlmJudge
+
+JUDGES = ("artificial", "hps", "vlm")
+ALLOWED = 1.15  # of the longer one of sampling and judging
+MAX_SAMPLING_STEPS = 400
+COLUMNS = ("sampling", "judging", "update", "serial", "overlapped", "ratio serial", "ratio overlapped", "best possible")
 
 
 @dataclass(frozen=True)
@@ -49,77 +62,160 @@ class SleepingJudge(RewardSpec, Reward):
         return pixels.mean((1, 2, 3, 4))
 
 
-def measure(run: Run, steps: int) -> float:
-    """Median seconds of `collect` over some steps; the first call warms up."""
+@dataclass(frozen=True)
+class RandomNetwork(RewardSpec):
+    """A ViT-H/14 or a 7B judge with random weights, on the device of the sampler."""
+
+    network: Literal["hps", "vlm"]
+    small: bool = False
+    batch_size: int = JUDGE_BATCH_SIZE
+    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="none: its weights are random")
+
+    def load(self, placement: Placement) -> Reward:
+        dtype = torch.bfloat16 if placement.device.type == "cuda" else torch.float32
+        placement = replace(placement, dtype=dtype)
+        if self.network == "hps":
+            return build_clip_scorer("ViT-H/14", placement, self.small)
+        return JudgeScorer(build_judge(placement, self.small))
+
+
+@dataclass(frozen=True)
+class JudgeScorer(Reward):
+    judge: VlmJudge
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.judge.judge_finished(pixels[:, 0], prompts, "orm").score.float()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def measure_sampling(run: Run, steps: int) -> float:
+    """Median seconds of sampling the batches of a step; the first call warms up."""
 
     def collect(step: int) -> None:
         batch = run.data.batch(step, run.batch.prompts, 0, 1)
         with run.engine.autocast():
             run.objective.collect(run.context(step, run.batch.prompts), batch)
-        if run.engine.device.type == "cuda":
-            torch.cuda.synchronize()
 
-    return statistics.median(seconds(lambda step=step: collect(step)) for step in range(steps + 1))  # type: ignore[misc]
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    times = [seconds(lambda step=step: collect(step)) for step in range(steps + 1)]  # type: ignore[misc]
+    return statistics.median(times[1:])
 
 
-def build_run(config: RunConfig, judge: float, overlap: Literal["auto", "never"], folder: Path) -> Run:
+def measure_judging(run: Run, batches: int, batch_size: int, steps: int) -> float:
+    """Median seconds of scoring the batches of a step, without sampling."""
+    pixels = torch.rand(batch_size, *run.policy.model.pixels, device=run.engine.device)
+    prompts = [f"a red square and {i} circles" for i in range(batch_size)]
+
+    @torch.no_grad()
+    def score() -> None:
+        for _ in range(batches):
+            run.rubric.score(pixels, prompts, group_size=batch_size)
+
+    return statistics.median([seconds(score) for _ in range(steps + 1)][1:])
+
+
+def measure_steps(run: Run, steps: int) -> tuple[float, float, list[Tensor]]:
+    """Median seconds of whole training steps and of their updates, and the weights after them; the first warms up."""
+    times, updates = [], []
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        event = train_step(run, step).to_event()  # which waits for the GPU
+        times.append(time.perf_counter() - start)
+        updates.append(event.timings["time/update"])
+    weights = [p.detach().clone() for p in run.policy.weights.trainable().values()]
+    return statistics.median(times[1:]), statistics.median(updates[1:]), weights
+
+
+def build_run(config: RunConfig, judge: RewardSpec, overlap: Literal["auto", "always", "never"], folder: Path) -> Run:
     engine = replace(config.engine, overlap_rewards=overlap)
-    return build(replace(config, rewards={"judge": RewardConfig(SleepingJudge(judge))}, engine=engine), folder)
+    return build(replace(config, rewards={"judge": RewardConfig(judge)}, engine=engine), folder)
 
 
-def train_weights(run: Run, steps: int) -> list[Tensor]:
-    for step in range(steps):
-        train_step(run, step).to_event()
-    return [p.detach().clone() for p in run.policy.weights.trainable().values()]
+def with_num_steps(config: RunConfig, num_steps: int) -> RunConfig:
+    process: Any = config.process
+    return replace(config, process=replace(process, num_steps=num_steps))
 
 
-def main() -> None:
+def measure_section(name: str, config: RunConfig, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The times of one judge."""
+    samples, steps = options.batches * options.batch_size, options.steps
+    sampling = measure_sampling(build_run(config, SleepingJudge(), "never", folder), steps)
+    judge: RewardSpec = SleepingJudge(sampling / samples)
+    judging, overlapped = sampling, "auto"
+    if name != "artificial":
+        judge, overlapped = RandomNetwork(name, options.tiny), "always"  # type: ignore[arg-type]
+        judging = measure_judging(build_run(config, judge, "never", folder), options.batches, options.batch_size, steps)
+        process: Any = config.process
+        wanted = min(round(process.num_steps * judging / sampling), MAX_SAMPLING_STEPS)
+        if wanted > process.num_steps and not options.tiny:
+            config = with_num_steps(config, wanted)
+            sampling = measure_sampling(build_run(config, SleepingJudge(), "never", folder), steps)
+    times, updates, weights = {}, {}, {}
+    for mode in ("never", overlapped):
+        run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
+        times[mode], updates[mode], weights[mode] = measure_steps(run, steps)
+        del run
+        reset_memory()
+    longer, update = max(sampling, judging), statistics.median(updates.values())
+    return {
+        "section": name,
+        "recipe": options.recipe,
+        "device": device_name() if options.device == "cuda" else "CPU",
+        "batches": options.batches,
+        "batch size": options.batch_size,
+        "sampling": sampling,
+        "judging": judging,
+        "update": update,
+        "serial": times["never"],
+        "overlapped": times[overlapped],
+        "ratio serial": (times["never"] - update) / longer,
+        "ratio overlapped": (times[overlapped] - update) / longer,
+        "best possible": (options.batches + 1) / options.batches,
+        "within": times[overlapped] <= ALLOWED * longer + update,
+        "equal weights": all(a.equal(b) for a, b in zip(*weights.values(), strict=True)),
+    }
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--recipe", default="grpo-playground-flow")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--judges", default="artificial", help=f"of {', '.join(JUDGES)}")
     parser.add_argument("--batches", type=int, default=12, help="rollout batches of a step")
     parser.add_argument("--batch-size", type=int, default=8, help="samples of a rollout batch")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no section begins after them")
+    parser.add_argument("--tiny", action="store_true", help="small networks")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args()
-    overrides = [f"engine.device={args.device}", f"batch.rollout_batch_size={args.batch_size}"]
-    config = load(args.recipe, [*overrides, "guard.every=0", "sample.every=0"])
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, start = parse_options(), time.monotonic()
+    overrides = [f"engine.device={options.device}", f"batch.rollout_batch_size={options.batch_size}"]
+    config = load(options.recipe, [*overrides, "guard.every=0", "sample.every=0"])
     assert isinstance(config, RunConfig)
-    samples = args.batches * args.batch_size
-    prompts = samples // config.objective.group_size
-    config = replace(config, batch=replace(config.batch, prompts=prompts), steps=args.steps)
-    with tempfile.TemporaryDirectory() as name:
-        sampling = measure(build_run(config, 0.0, "never", Path(name)), args.steps)
-        judge = sampling / samples
-        rollouts, weights = {}, {}
-        for overlap in ("never", "auto"):
-            run = build_run(config, judge, overlap, Path(name))
-            rollouts[overlap] = measure(run, args.steps)
-            weights[overlap] = train_weights(run, args.steps)
-    result = {
-        "recipe": args.recipe,
-        "device": args.device,
-        "batches": args.batches,
-        "sampling": sampling,
-        "judging": judge * samples,
-        "serial": rollouts["never"],
-        "overlapped": rollouts["auto"],
-        "ratio serial": rollouts["never"] / sampling,
-        "ratio overlapped": rollouts["auto"] / sampling,
-        "best possible": (args.batches + 1) / args.batches,
-        "equal weights": all(a.equal(b) for a, b in zip(*weights.values(), strict=True)),
-    }
-    shown = ["sampling", "judging", "serial", "overlapped", "ratio serial", "ratio overlapped", "best possible"]
-    print(f"| {' | '.join([*shown, 'equal weights'])} |\n{'|---' * 8}|")
-    print(f"| {' | '.join(f'{result[name]:.2f}' for name in shown)} | {result['equal weights']} |")
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2), encoding="utf-8")
+    prompts = options.batches * options.batch_size // config.objective.group_size
+    config = replace(config, batch=replace(config.batch, prompts=prompts), steps=options.steps + 1)
+    results = []
+    print(f"| judge | {' | '.join([*COLUMNS, 'step within', 'equal weights'])} |\n{'|---' * 11}|", flush=True)
+    for name in options.judges.split(","):
+        if time.monotonic() - start > 60 * options.minutes:
+            print(f"{name} is left out: more than {options.minutes:g} minutes have passed")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            result = measure_section(name, config, options, Path(folder))
+        results.append(result)
+        cells = [f"{result[column]:.2f}" for column in COLUMNS]
+        print(f"| {' | '.join([name, *cells, str(result['within']), str(result['equal weights'])])} |", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -193,11 +193,12 @@ def evaluate(
     """Evaluate a recipe or the directory of a run on a benchmark, and return the report.
 
     Args:
-        benchmark: geneval, geneval2, dpg, wise, t2i-compbench, vbench-lite, ocr, playeval, playeval-motion or wordeval.
+        benchmark: geneval, geneval2, dpg, wise, unigenbench, t2i-compbench, vbench-lite, ocr, playeval,
+            playeval-motion or wordeval.
         num_prompts: how many of its prompts; count: how many samples of each. By default, the benchmark's own numbers.
         metadata: the benchmark's own prompt file or folder; GenEval and the playground's benchmarks need none.
         detector: GenEval: a Mask2Former, or settings such as "{threshold: 0.4}"; self_test: whether to test it first.
-        judge: what answers the questions of geneval2, dpg, wise and t2i-compbench: a folder, a hub id or settings.
+        judge: what answers a benchmark's questions: a folder, a hub id, the URL of an endpoint, or settings.
         search: how samples are searched for, of `num_candidates` that `verifier` scores. For several numbers of
             candidates, the points of a curve of score against cost are returned.
         weights: live, or a snapshot such as ema; by default the EMA if there is one.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,16 @@ WISE = [
     },
     {"Prompt": "iron left in rain", "Explanation": "rust", "Category": "Science", "prompt_id": 900},
 ]
+UNIGENBENCH = [
+    (
+        "three red cups, no handles",
+        {
+            "Testpoints": ["Attribute - Color", "Attribute - Quantity", "Grammar - Negation"],
+            "Testpoint Description": ["The cups are red", "There are three cups", "The cups have no handles"],
+        },
+    ),
+    ("a cat in the style of Monet", {"Testpoints": ["Style"], "Testpoint Description": ["It looks like a Monet"]}),
+]
 VBENCH = [
     {
         "prompt_en": "a photo of a cell phone moving left",
@@ -63,6 +75,11 @@ def write_benchmark(name: str, folder: Path) -> Path:
         for file, rows in (("culture", WISE[:1]), ("science", WISE[1:])):
             _write(folder / "data_verified" / f"{file}.json", json.dumps(rows))
         return folder / "data_verified"
+    if name == "unigenbench":
+        table = io.StringIO()
+        rows = [(index, prompt, json.dumps(points)) for index, (prompt, points) in enumerate(UNIGENBENCH)]
+        csv.writer(table).writerows([("index", "prompt_en", "sub_dims_en"), *rows])
+        return _write(folder / "test_prompts_en.csv", table.getvalue())
     if name == "t2i-compbench":
         for file, text in (("color_val", "a green bench and a blue bowl\n"), ("texture_val", "rubber boots\n")):
             _write(folder / "dataset" / f"{file}.txt", text)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from docs_pages import BLOCK, FILE_NAME, PAGES, ROOT, code_blocks, console_lines, write_named_blocks
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
@@ -221,6 +222,30 @@ def test_shell_scripts_parse() -> None:
     for script in scripts:
         process = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
         assert process.returncode == 0, process.stderr
+
+
+def test_kubernetes_and_slurm_examples_start_the_server() -> None:
+    page = ROOT / "docs/reward-server.md"
+    (text,) = (text for text in code_blocks(page, "yaml") if "apiVersion" in text)
+    service, replicas = yaml.safe_load_all(text)
+    assert [each["kind"] for each in (service, replicas)] == ["Service", "StatefulSet"]
+    spec, pod = replicas["spec"], replicas["spec"]["template"]
+    labels = [service["spec"]["selector"], spec["selector"]["matchLabels"], pod["metadata"]["labels"]]
+    assert spec["serviceName"] == service["metadata"]["name"] and labels[0] == labels[1] == labels[2]
+    (container,) = pod["spec"]["containers"]
+    (port,) = service["spec"]["ports"]
+    assert container["ports"] == [{"containerPort": port["port"]}]
+    probes = [probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")]
+    assert probes == [{"path": "/health", "port": port["port"]}] * 3
+    args = container["args"]
+    assert args[args.index("--token-env") + 1] == container["env"][0]["name"]
+    urls = re.findall(r"http://([\w.-]+):(\d+)", page.read_text("utf-8").split("kind: StatefulSet")[1].split("##")[0])
+    name = replicas["metadata"]["name"]
+    hosts = [f"{name}-{i}.{service['metadata']['name']}" for i in range(spec["replicas"])]
+    assert urls == [(host, str(port["port"])) for host in hosts]
+    scripts = "".join(code_blocks(page, "bash")).replace("\\\n", " ")
+    lines = [" ".join(args), *re.findall(r"tastemaker serve-reward [^;]*", scripts), *re.findall(r"-m (.*)", scripts)]
+    assert len(lines) == 3 and [mistake for line in lines for mistake in find_mistakes(line, set())] == []
 
 
 def test_torchrun_options_exist() -> None:

@@ -75,6 +75,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "models.pretrained",
         "models.protobuf_reader",
         "models.restricted_unpickler",
+        "models.sentencepiece_tokenizer",
         "rewards.backbones.preprocessing",
     ),
     ("core.dropout",),

@@ -34,7 +34,7 @@ FeatureNetworkOption = Annotated[
 ]
 FeatureWeightsOption = Annotated[str, typer.Option(help="Weights of the feature network.")]
 BENCHMARK_NAMES = (
-    "geneval, geneval2, dpg, wise, t2i-compbench, vbench-lite, ocr, playeval, playeval-motion or wordeval."
+    "geneval, geneval2, dpg, wise, unigenbench, t2i-compbench, vbench-lite, ocr, playeval, playeval-motion or wordeval."
 )
 DeviceOption = Annotated[Device, typer.Option(help="Device.")]
 
@@ -54,7 +54,7 @@ def evaluate(
     skip_self_test: Annotated[
         bool, typer.Option("--skip-self-test", help="GenEval: skip the detector's self-test.")
     ] = False,
-    judge: Annotated[str, typer.Option(help="A vision-language model, or '{weights: MODEL, template: FILE}'.")] = "",
+    judge: Annotated[str, typer.Option(help="A vision-language model, the URL of an endpoint, or settings.")] = "",
     search: SearchOption = "single",
     num_candidates: Annotated[str, typer.Option(help="Candidates of the search; 1,4,20 gives a curve.")] = "4",
     verifier: VerifierOption = "",

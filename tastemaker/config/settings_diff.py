@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 # May differ in a resumed run.
 IGNORED_KEYS = ("output_dir", "name", "data.max_skipped", "engine.device", "engine.overlap_rewards")
+IGNORED_PATTERN = re.compile(r"rewards\.[^.]+\.(.+\.)?budget(\..+)?")  # what may be spent, which is raised to go on
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
 
@@ -22,7 +24,9 @@ def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that differ by dotted name, as "old -> new"."""
     before, after = flatten_settings(old), flatten_settings(new)
-    names = [name for name in sorted(before | after) if name not in IGNORED_KEYS]
+    names = [
+        name for name in sorted(before | after) if name not in IGNORED_KEYS and not IGNORED_PATTERN.fullmatch(name)
+    ]
     return {
         name: f"{_shorten(before.get(name, 'absent'))} -> {_shorten(after.get(name, 'absent'))}"
         for name in names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from .registry import ConfigError
 from .safe_files import check_text
 
 MAX_NAME_BYTES = 200  # file systems allow 255
+_umask_lock = threading.Lock()
 
 
 def check_output_directory(path: Path, option: str = "--out") -> Path:
@@ -80,11 +82,22 @@ def replace_directory(path: Path) -> Iterator[Path]:
 
 def apply_umask(path: Path) -> None:
     """Give a file, or all files in a directory, the permissions that new files have: safetensors writes 0600."""
-    umask = os.umask(0)
-    os.umask(umask)
+    umask = read_umask()
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink():
             file.chmod(0o666 & ~umask)
+
+
+def read_umask() -> int:
+    """The umask of the process; on Linux without a change of it, which files of other threads would notice."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
+    except (OSError, StopIteration):
+        with _umask_lock:
+            umask = os.umask(0)
+            os.umask(umask)
+        return umask
 
 
 def user_cache_directory() -> Path:

@@ -84,6 +84,10 @@ class Reward(ABC):
         """Numbers about the scores since the last call, such as the share of bad answers; always of the same names."""
         return {}
 
+    def persist_in(self, directory: Path) -> None:
+        """Keep what must survive a restart, such as a spent budget, in files of a directory. By default nothing."""
+        return None
+
     def verifier(self) -> Verifier | None:
         """The reward as a verifier of unfinished samples; None if it judges finished ones only."""
         return None
@@ -333,6 +337,11 @@ class Rubric:
     def uses_threads(self) -> bool:
         """Whether some rewards run in threads: those on the host, on another machine or on a device of their own."""
         return bool(self._threads)
+
+    def persist_in(self, directory: Path) -> None:
+        """Let each reward keep what must survive a restart in a folder of its name."""
+        for name, reward in self.rewards.items():
+            reward.reward.persist_in(directory / name)
 
     def for_training(self) -> Rubric:
         """The rubric without held-out rewards, which training steps need not compute."""

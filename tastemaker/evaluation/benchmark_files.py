@@ -7,11 +7,12 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ..core.registry import ConfigError
-from ..core.safe_files import parse_json, read_json, read_text
+from ..core.safe_files import parse_json, read_json, read_json_object, read_text
 from ..core.types import Metadata
 from ..rewards.ocr import QUOTED
 from .benchmarks import Benchmark
@@ -39,6 +40,9 @@ WISE_LAST_IDS = (
 COMPBENCH_CATEGORIES = ("color", "shape", "texture")
 COMPBENCH_IGNORED = ("top", "the side", "the left", "the right")  # noun phrases that are positions
 DPG_COLUMNS = ("item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language")
+UNIGENBENCH_COLUMNS = ("index", "prompt_en", "sub_dims_en")
+UNIGENBENCH_KEYS = ("Testpoints", "Testpoint Description")
+UNIGENBENCH_TEXTS = Path(__file__).with_name("unigenbench.json")
 VBENCH_DIMENSIONS = (
     "subject_consistency", "motion_smoothness", "dynamic_degree", "temporal_flickering", "imaging_quality",
 )  # fmt: skip
@@ -290,6 +294,45 @@ def find_wise_category(row: Metadata, where: str) -> str:
     )
 
 
+# UniGenBench++
+
+
+@cache
+def read_unigenbench_texts() -> dict[str, Any]:
+    """The published question and the explanation of each testpoint, by CodeGoat24/UniGenBench under CC BY 4.0."""
+    return read_json_object(UNIGENBENCH_TEXTS)
+
+
+def primary_dimension(testpoint: str) -> str:
+    """Attribute of `Attribute - Color`."""
+    return testpoint.partition("-")[0].strip()
+
+
+def read_unigenbench(path: Path) -> list[PromptRow]:
+    """Read `test_prompts_en.csv`: prompts with testpoints and their descriptions."""
+    reader = csv.DictReader(io.StringIO(read_text(path)))
+    missing = [name for name in UNIGENBENCH_COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ConfigError(
+            f"--metadata: {path} lacks the column '{missing[0]}'; give test_prompts_en.csv or test_prompts_en_long.csv "
+            "[TM2308]"
+        )
+    rows = []
+    for number, row in enumerate(reader, 2):
+        where = f"{path}, line {number}"
+        index, prompt = require_text(row, "index", where), require_text(row, "prompt_en", where)
+        settings = parse_json(require_text(row, "sub_dims_en", where), where)
+        lists = [settings.get(key) if isinstance(settings, dict) else None for key in UNIGENBENCH_KEYS]
+        points, descriptions = ([*map(str, each)] if isinstance(each, list) else [] for each in lists)
+        unknown = [point for point in points if point not in read_unigenbench_texts()["explanations"]]
+        if not points or len(points) != len(descriptions) or unknown:
+            found = f"the unknown testpoint '{unknown[0]:.40}'" if unknown else "no testpoint with a description each"
+            raise ConfigError(f"--metadata: {where} has {found}; give test_prompts_en.csv [TM2309]")
+        metadata = {"item_id": index.strip(), "testpoints": points, "descriptions": descriptions}
+        rows.append(PromptRow(prompt, "all", metadata))
+    return rows
+
+
 # T2I-CompBench
 
 
@@ -391,6 +434,10 @@ PUBLISHED_BENCHMARKS = {
     "wise": PublishedBenchmark(
         read_wise, "the folder data_verified", "github.com/PKU-YuanGroup/WISE", 1, ("correct", "parsed"), "tags",
         WISE_WEIGHTS,
+    ),
+    "unigenbench": PublishedBenchmark(
+        read_unigenbench, "test_prompts_en.csv", "github.com/CodeGoat24/UniGenBench, folder data", 4,
+        ("met", "parsed"), headline="dimensions",
     ),
     "t2i-compbench": PublishedBenchmark(
         read_compbench, "the folder examples/dataset", "github.com/Karine-Huang/T2I-CompBench", 10, ("vqa",), "tags"

@@ -43,9 +43,10 @@ from ..training.device_precision import resolve_locally
 from ..training.run import Run
 from ..training.samples import sampling_policy
 from ..vlm.blip_vqa import BLIP_VQA
-from ..vlm.question_judge import load_question_judge
+from ..vlm.question_judge import QuestionJudge, load_question_judge
 from .benchmark_files import PUBLISHED_BENCHMARKS, find_samples, load_published_benchmark
 from .benchmarks import Benchmark, playeval, playeval_motion, wordeval
+from .endpoint_judge import JudgeEndpoint
 from .evaluate import (
     BATCH_SIZE,
     REPORT,
@@ -64,6 +65,7 @@ from .question_scorers import (
     GenEval2Scorer,
     OcrBenchmarkScorer,
     QuestionScorer,
+    UniGenBenchScorer,
     WiseScorer,
 )
 from .video_quality import DINO, load_video_quality_scorer
@@ -82,10 +84,12 @@ QUESTION_SCORERS: dict[str, type[QuestionScorer]] = {
     "geneval2": GenEval2Scorer,
     "dpg": DpgScorer,
     "wise": WiseScorer,
+    "unigenbench": UniGenBenchScorer,
     "t2i-compbench": CompBenchScorer,
 }
 DEFAULT_JUDGES = {"t2i-compbench": BLIP_VQA.hub}
 DEFAULT_JUDGE = "Qwen/Qwen3-VL-8B-Instruct"  # of GenEval 2; the others' own judges are not chat models, or are larger
+JUDGE_USAGE = ".judge"  # folder of an evaluation with what was asked of an endpoint
 DEFAULT_SIZE, GENEVAL_SIZE = (504, 2), (553, 4)  # prompts, samples per prompt
 ProgressNote = Callable[[StageProgress], str]  # text beside the progress bar of the current stage
 
@@ -97,6 +101,8 @@ class JudgeSettings:
     weights: str = ""  # folder or hub id; by default the one that the benchmark names, or Qwen3-VL-8B
     batch_size: BatchSize = 8  # questions at once
     template: str = ""  # wise: a file with the question, in which {prompt} and {explanation} stand
+    system: str = ""  # wise: the system message, before the question
+    endpoint: JudgeEndpoint | None = None  # a chat-completions endpoint that answers instead
     subject_weights: str = DINO.hub  # vbench-lite: DINO
     quality_weights: str = CLIP_L.hub  # vbench-lite: CLIP of CLIP-IQA
 
@@ -144,23 +150,37 @@ def default_verifier(benchmark: str) -> str:
 
 
 def parse_judge(judge: str, benchmark: str) -> JudgeSettings:
-    """Parse --judge: empty for the default, a folder or hub id, or settings such as {template: FILE}."""
+    """Parse --judge: empty for the default, a folder or hub id, the URL of an endpoint, or settings."""
     judged = [*QUESTION_SCORERS, "vbench-lite"]
     if judge and benchmark not in judged:
         raise ConfigError(
             f"--judge: the benchmark {benchmark} asks no questions; remove --judge, which works with "
             f"{', '.join(judged)} [TM2178]"
         )
+    if judge.startswith(("http://", "https://")):
+        return JudgeSettings(endpoint=build_component(JudgeEndpoint, {"urls": [judge]}, "--judge"))
     if not judge.lstrip().startswith("{"):
         return JudgeSettings(judge)
     settings: JudgeSettings = build_component(JudgeSettings, parse_yaml(judge, "--judge"), "--judge")
+    if settings.endpoint and (settings.weights or benchmark == "vbench-lite"):
+        raise ConfigError(
+            "--judge: 'endpoint' answers the questions of a benchmark instead of a model on this machine; remove "
+            "'endpoint' or 'weights', and use it with a benchmark that asks questions [TM2310]"
+        )
     return settings
 
 
 def load_scorer(
-    name: str, detector: str, geneval_spec: GenevalReward, judge: JudgeSettings, placement: Placement, *, tiny: bool
+    name: str,
+    detector: str,
+    geneval_spec: GenevalReward,
+    judge: JudgeSettings,
+    placement: Placement,
+    out: Path,
+    *,
+    tiny: bool,
 ) -> BenchmarkScorer:
-    """Return the scorer of a benchmark."""
+    """Return the scorer of a benchmark. A judge behind an endpoint keeps what was spent on it in `out`."""
     exact = replace(placement, dtype=torch.float32)
     if name == "geneval":
         return load_geneval_scorer(geneval_spec, exact, tiny=tiny)
@@ -170,13 +190,19 @@ def load_scorer(
         return load_video_quality_scorer(judge.subject_weights, judge.quality_weights, exact, tiny=tiny)
     if name not in QUESTION_SCORERS:
         return SCORERS[name](TINY if tiny else detector, placement.device)
+    if judge.endpoint is not None:
+        return build_question_scorer(name, judge, judge.endpoint.load(out / JUDGE_USAGE))
     weights = TINY if tiny else judge.weights or DEFAULT_JUDGES.get(name, DEFAULT_JUDGE)
     # A judge of eight billion weights does not need 32 bits, which most GPUs have no room for.
     precision = torch.bfloat16 if placement.device.type == "cuda" else torch.float32
     loaded = load_question_judge(
         weights, replace(placement, dtype=precision), judge.batch_size, blip=name == "t2i-compbench"
     )
-    return WiseScorer(loaded, judge.template) if name == "wise" else QUESTION_SCORERS[name](loaded)
+    return build_question_scorer(name, judge, loaded)
+
+
+def build_question_scorer(name: str, settings: JudgeSettings, judge: QuestionJudge) -> QuestionScorer:
+    return WiseScorer(judge, settings.template, settings.system) if name == "wise" else QUESTION_SCORERS[name](judge)
 
 
 def evaluation_directory(benchmark: str, config: RunConfig, checkpoint: Path | None, search: str) -> Path:
@@ -212,7 +238,8 @@ def evaluate_model(
     check_weights_exist(run, weights)
     check_constant_cost(run, options.search)
     placement = run.engine.placement()
-    scorer = load_scorer(options.benchmark.name, options.detector, options.geneval, options.judge, placement, tiny=tiny)
+    name = options.benchmark.name
+    scorer = load_scorer(name, options.detector, options.geneval, options.judge, placement, out, tiny=tiny)
     model = describe_model(config, checkpoint, options, scorer.detector, tiny=tiny)
     settings = describe_settings(config, checkpoint, options, tiny=tiny)
     sample_fn = build_sample_fn(run, options, weights, out, tiny=tiny)
@@ -293,7 +320,10 @@ def scores_fingerprint(config: RunConfig, checkpoint: Path | None, options: Eval
     settings = (config.model, config.process, config.guidance, config.tuning, config.engine.precision, verifier, tiny)
     inference = config.sample.inference_settings()
     others = (options.geneval, options.detector, *([inference] if inference else []))
-    others += (options.judge,) if options.judge != JudgeSettings() else ()
+    judge = options.judge
+    if judge.endpoint is not None:  # where it runs and what it may cost has no influence on scores
+        judge = replace(judge, endpoint=JudgeEndpoint(model=judge.endpoint.model))
+    others += (judge,) if judge != JudgeSettings() else ()
     identity = f"{(*settings, *others)!r}".encode()
     state = read_manifest(checkpoint).digest.encode() if checkpoint else b""
     return hashlib.sha256(identity + state).hexdigest()[:12]
@@ -324,7 +354,7 @@ def score_folder(
     out = output_paths.check_output_directory(out or Path("evaluations") / f"{benchmark.name}-{images.resolve().name}")
     files = find_images(benchmark, images) if benchmark.name == "geneval" else find_samples(benchmark, images)
     comm, initialized = distributed.init_process_group(placement.device)
-    scorer = load_scorer(benchmark.name, HELD_OUT_DETECTOR, spec, judge, placement, tiny=tiny)
+    scorer = load_scorer(benchmark.name, HELD_OUT_DETECTOR, spec, judge, placement, out, tiny=tiny)
     stats = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     fingerprint = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
     model = f"{images.resolve()}, pictures {fingerprint}, {scorer.detector}"
@@ -396,12 +426,11 @@ def report_table(report: dict[str, Any]) -> Table:
     costs += f", {report['verifier_calls']:.3g} judge calls" if report.get("verifier_calls") else ""
     costs += f" and {format_flops(report['flops'])}" if report.get("flops") else ""
     caption.append(f"{costs} per sample")
-    title = f"{report['benchmark']}: {report['prompts']} prompts, {report['images']} samples"
+    judge = f" (judge: {report['judge']})" if "judge" in report else ""
+    title = f"{report['benchmark']}{escape(judge)}: {report['prompts']} prompts, {report['images']} samples"
     if "settings" in report:
         settings = summarize_settings(report["settings"])
         title += f"\n{escape(settings.removesuffix(', no judge') if 'judge' in report else settings)}"
-    if "judge" in report:
-        caption.append(f"judge {escape(str(report['judge']))}")
     if report.get("unparsed"):
         caption.append(f"{report['unparsed']} answers of the judge could not be parsed and count as 0")
     table = Table("task", *names, title=title, caption=", ".join(caption))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .metrics import IntervalDict, diversity, frechet_distance, summarize_scores
 MANIFEST, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
 BATCH_SIZE = 64  # samples
 COST_FIELDS = ("calls", "verifier_calls", "flops")  # of a sample
-NUM_READERS = 8  # threads that read images
+NUM_READERS, NUM_WRITERS = 8, 4  # threads that read and write images
 SINGLE_PROCESS = SingleProcess()
 
 # Generates pixels [B, F, 3, H, W] of prompts, given the sample indices [B] that seed the noise, and their total cost.
@@ -169,21 +169,15 @@ def _generate_samples(
     costs.mkdir(exist_ok=True)
     pending = [batch for batch in batches if not _batch_file(costs, batch).is_file()]
     workers.barrier()  # every worker lists the pending batches before one of them writes
-    for first in range(0, len(pending), workers.world_size):
-        # A sharded network needs all workers in every call, so a worker without a batch repeats the last one.
-        batch = pending[min(first + workers.rank, len(pending) - 1)]
-        pixels, cost = sample_fn(benchmark.batch([benchmark.prompt_index(k) for k in batch]), torch.tensor(batch))
-        if first + workers.rank < len(pending):
-            for k, image in zip(batch, pixels, strict=True):
-                save_image(image, out / _image_name(benchmark, k))
-                if benchmark.metadata_path:
-                    prompt = benchmark.prompt_index(k)
-                    path = out / benchmark.metadata_path.format(prompt=prompt)
-                    write_text_atomically(path, json.dumps(benchmark.metadata[prompt]) + "\n")
-            # Written after the images, so that its existence proves that they are complete.
-            write_text_atomically(_batch_file(costs, batch), json.dumps(asdict(cost)))
-        completed = _num_completed(benchmark, pending[first + workers.world_size :])
-        yield StageProgress("samples", completed, benchmark.num_samples)
+    with SampleWriter(benchmark, out, costs) as writer:
+        for first in range(0, len(pending), workers.world_size):
+            # A sharded network needs all workers in every call, so a worker without a batch repeats the last one.
+            batch = pending[min(first + workers.rank, len(pending) - 1)]
+            pixels, cost = sample_fn(benchmark.batch([benchmark.prompt_index(k) for k in batch]), torch.tensor(batch))
+            if first + workers.rank < len(pending):
+                writer.write(batch, pixels, cost)
+            completed = _num_completed(benchmark, pending[first + workers.world_size :])
+            yield StageProgress("samples", completed, benchmark.num_samples)
     workers.barrier()
     if workers.rank == 0:
         rows = []
@@ -192,6 +186,46 @@ def _generate_samples(
             rows += [_sample_row(benchmark, k, cost.per_sample(len(batch))) for k in batch]
         write_text_atomically(out / SAMPLES, _to_jsonl(rows))
     workers.barrier()
+
+
+class SampleWriter:
+    """Encodes and writes the images of a batch while the next one is sampled; at the end everything is written."""
+
+    def __init__(self, benchmark: Benchmark, out: Path, costs: Path) -> None:
+        self.benchmark, self.out, self.costs = benchmark, out, costs
+        self._encoders = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="sample-encoder")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sample-writer")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
+            self._encoders.shutdown()
+
+    def write(self, batch: Sequence[int], pixels: Tensor, cost: SearchCost) -> None:
+        """Begin to write a batch after the one before is written; a failure of that one is raised here."""
+        self._finish()
+        self._writing = self._thread.submit(self._write, batch, pixels, cost)
+
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, batch: Sequence[int], pixels: Tensor, cost: SearchCost) -> None:
+        paths = [self.out / _image_name(self.benchmark, k) for k in batch]
+        list(self._encoders.map(save_image, pixels, paths))
+        if self.benchmark.metadata_path:
+            for prompt in dict.fromkeys(map(self.benchmark.prompt_index, batch)):
+                path = self.out / self.benchmark.metadata_path.format(prompt=prompt)
+                write_text_atomically(path, json.dumps(self.benchmark.metadata[prompt]) + "\n")
+        # Written after the images, so that its existence proves that they are complete.
+        write_text_atomically(_batch_file(self.costs, batch), json.dumps(asdict(cost)))
 
 
 def _batch_file(folder: Path, batch: Sequence[int]) -> Path:

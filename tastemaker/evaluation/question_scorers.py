@@ -1,16 +1,18 @@
-"""Scorers that ask a judge: GenEval 2 (Soft-TIFA), DPG-Bench, WISE and T2I-CompBench; and one that reads text (OCR)."""
+"""Scorers that ask a judge: GenEval 2 (Soft-TIFA), DPG-Bench, WISE, UniGenBench++ and T2I-CompBench; and OCR."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..core.registry import ConfigError
@@ -18,10 +20,12 @@ from ..core.safe_files import read_text
 from ..core.types import Metadata, Prompts
 from ..rewards.ocr import OcrEngine, StubOcrEngine, normalize_text, text_similarity
 from ..vlm.question_judge import NO, YES, JudgeQuestion, QuestionJudge, Spellings
-from .benchmark_files import NUMBERS, is_count
+from .benchmark_files import NUMBERS, is_count, primary_dimension, read_unigenbench_texts
 from .benchmarks import Benchmark
 from .evaluate import BenchmarkScorer
-from .metrics import question_intervals
+from .metrics import BOOTSTRAP_DRAWS, IntervalDict, interval_of_draws, question_intervals
+
+T = TypeVar("T")
 
 GENEVAL2_QUESTION = "{question} Answer in one word."
 YES_NO_QUESTION = "{question} Answer yes or no."
@@ -31,11 +35,12 @@ WISE_QUESTION = """An image was generated for this prompt: "{prompt}"
 A correct image shows this: "{explanation}"
 Does the image show it, clearly enough to tell, and without deformations that hide it? Beauty and style do not count.
 Answer with one line and nothing else: "Score: 1" if it does, "Score: 0" if it does not or if you are in doubt."""
-WISE_TOKENS, WISE_ATTEMPTS = 500, 3
+WISE_TOKENS, UNIGENBENCH_TOKENS, ATTEMPTS = 500, 4096, 3
 WISE_SCORE = re.compile(r"score[\s*_]{0,4}:[\s*_]{0,4}([01])(?![\d/]|\.\d)", re.IGNORECASE)  # also bold
 WISE_LINE = re.compile(r"^[ \t*_]*([01])[ \t*_.]*$", re.MULTILINE)
-PLACEHOLDER = re.compile(r"\{(prompt|explanation|question)\}")
+PLACEHOLDER = re.compile(r"\{(prompt|explanation|question|testpoint|test_explanation)\}")
 OCR_SIZE = 256  # pixels; smaller images are enlarged to it
+MAX_LIST = 20_000  # characters of a list in an answer
 
 
 class QuestionScorer(BenchmarkScorer):
@@ -74,6 +79,23 @@ class QuestionScorer(BenchmarkScorer):
         answers = iter(self.judge.ask_probabilities(images, questions))
         pairs = [[next(answers) for _ in each] for each in texts]
         return [[(yes, no) for yes, no in each] for each in pairs]
+
+    def ask_until_parsed(
+        self,
+        images: Tensor,
+        questions: Sequence[JudgeQuestion],
+        parse: Callable[[int, str], T | None],
+        max_new_tokens: int,
+    ) -> list[tuple[str, T | None]]:
+        """Answers as text with what `parse(question number, text)` finds in them; others are asked for again."""
+        texts = self.judge.ask_texts(images, questions, max_new_tokens)
+        parsed = [parse(i, text) for i, text in enumerate(texts)]
+        for attempt in range(1, 1 if self.judge.deterministic else ATTEMPTS):
+            if unparsed := [i for i, value in enumerate(parsed) if value is None]:
+                again = self.judge.ask_texts(images, [questions[i] for i in unparsed], max_new_tokens, attempt)
+                for i, text in zip(unparsed, again, strict=True):
+                    texts[i], parsed[i] = text, parse(i, text)
+        return list(zip(texts, parsed, strict=True))
 
 
 class GenEval2Scorer(QuestionScorer):
@@ -160,10 +182,10 @@ def require_parents(scores: Mapping[int, float], parents: Mapping[int, Sequence[
 class WiseScorer(QuestionScorer):
     """0 or 1 by a judge that sees the prompt and its explanation. An answer that cannot be parsed counts as 0."""
 
-    def __init__(self, judge: QuestionJudge, template: str = "") -> None:
+    def __init__(self, judge: QuestionJudge, template: str = "", system: str = "") -> None:
         super().__init__(judge)
-        self.template = read_template(Path(template)) if template else WISE_QUESTION
-        digest = hashlib.sha256(self.template.encode()).hexdigest()[:8]
+        self.template, self.system = read_template(Path(template)) if template else WISE_QUESTION, system
+        digest = hashlib.sha256(f"{system}{self.template}".encode()).hexdigest()[:8]
         self.question_name = f"{Path(template).name} {digest}" if template else "of the package"
 
     @property
@@ -171,19 +193,11 @@ class WiseScorer(QuestionScorer):
         return f"{super().detector}, question {self.question_name}"
 
     def score_images(self, images: Tensor, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
-        questions = [
-            JudgeQuestion(i, fill_template(self.template, prompt=each["prompt"], explanation=each["explanation"]))
-            for i, each in enumerate(metadata)
-        ]
-        texts = self.judge.ask_texts(images, questions, WISE_TOKENS)
-        for _ in range(0 if self.judge.deterministic else WISE_ATTEMPTS - 1):
-            if unparsed := [i for i, text in enumerate(texts) if parse_wise_score(text) is None]:
-                again = self.judge.ask_texts(images, [questions[i] for i in unparsed], WISE_TOKENS)
-                for i, text in zip(unparsed, again, strict=True):
-                    texts[i] = text
+        texts = [fill_template(self.template, **pick(each, "prompt", "explanation")) for each in metadata]
+        questions = [JudgeQuestion(i, text, (), self.system, text_first=True) for i, text in enumerate(texts)]
+        answered = self.ask_until_parsed(images, questions, lambda _, text: parse_wise_score(text), WISE_TOKENS)
         rows = []
-        for text, requested in zip(texts, metadata, strict=True):
-            score = parse_wise_score(text)
+        for (text, score), requested in zip(answered, metadata, strict=True):
             answer = {"question": requested["explanation"], "expected": "Score: 1", "answer": text}
             answers = [{**answer, "score": score or 0.0, "part": ""}]
             rows.append({"correct": score or 0.0, "parsed": float(score is not None), "answers": answers})
@@ -191,8 +205,15 @@ class WiseScorer(QuestionScorer):
 
     def summarize(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         missing = [tag for tag, _ in benchmark.tag_weights if tag not in benchmark.tags]
-        unparsed = sum(not row["parsed"] for row in rows)
-        return {**super().summarize(benchmark, rows), "unparsed": unparsed, "missing_categories": missing}
+        return {**super().summarize(benchmark, rows), **count_unparsed(rows), "missing_categories": missing}
+
+
+def pick(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names}
+
+
+def count_unparsed(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {"unparsed": sum(not row["parsed"] for row in rows)}
 
 
 def parse_wise_score(text: str) -> float | None:
@@ -211,6 +232,102 @@ def read_template(path: Path) -> str:
                 "stand [TM2171]"
             )
     return text
+
+
+class UniGenBenchScorer(QuestionScorer):
+    """0 or 1 for each testpoint of a prompt, from one answer. An answer that cannot be parsed counts as 0 for all.
+
+    `dimensions` is the mean over primary dimensions, such as Style, of the share of their testpoints that are met.
+    """
+
+    parts_name = "testpoint"
+
+    def __init__(self, judge: QuestionJudge) -> None:
+        super().__init__(judge)
+        self.template = str(read_unigenbench_texts()["question"])
+
+    def score_images(self, images: Tensor, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
+        questions = [JudgeQuestion(i, describe_testpoints(self.template, each)) for i, each in enumerate(metadata)]
+        counts = [len(each["testpoints"]) for each in metadata]
+        answered = self.ask_until_parsed(
+            images, questions, lambda i, text: parse_testpoint_scores(text, counts[i]), UNIGENBENCH_TOKENS
+        )
+        rows = []
+        for (text, found), requested in zip(answered, metadata, strict=True):
+            scores = found or [0.0] * len(requested["testpoints"])
+            answers = [
+                {"question": description, "expected": "1", "answer": text, "score": score, "part": point}
+                for point, description, score in zip(
+                    requested["testpoints"], requested["descriptions"], scores, strict=True
+                )
+            ]
+            points = [(primary_dimension(each["part"]), each["score"]) for each in answers]
+            row = {"met": sum(scores) / len(scores), "dimensions": mean_over_dimensions(points)}
+            rows.append({**row, "parsed": float(found is not None), "answers": answers})
+        return rows
+
+    def summarize(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        points = [
+            (row["index"], primary_dimension(each["part"]), float(each["score"]))
+            for row in rows
+            for each in row["answers"]
+        ]
+        summary = {**super().summarize(benchmark, rows), **count_unparsed(rows)}
+        summary["parts"]["dimension"] = question_intervals(points)
+        return {**summary, "scores": {"dimensions": {"overall": dimension_interval(points)}}}
+
+
+def describe_testpoints(template: str, requested: Metadata) -> str:
+    """The published question about a prompt and its testpoints."""
+    explanations: Mapping[str, str] = read_unigenbench_texts()["explanations"]
+    points, descriptions = requested["testpoints"], requested["descriptions"]
+    definitions = "".join(f"\n{point}: {explanations[point]}" for point in points)
+    details = "".join(f"\n{point}: {text}" for point, text in zip(points, descriptions, strict=True))
+    values = {
+        "prompt": requested["prompt"],
+        "testpoint": str(list(points)),
+        "explanation": f"Checkpoints Defination:\u300c{definitions}\n\u300d",  # spelled as published
+        "test_explanation": f"Checkpoints Description:\u300c{details}\n\u300d",
+    }
+    return fill_template(template, **values)
+
+
+def parse_testpoint_scores(text: str, count: int) -> list[float] | None:
+    """Return the scores of `<analysis>[...]</analysis><score>[1, 0]</score>`; None unless both have `count` entries."""
+    lists: list[Any] = []
+    for name in ("analysis", "score"):
+        found = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        try:
+            lists.append(ast.literal_eval(found[1].strip()) if found and len(found[1]) < MAX_LIST else None)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            lists.append(None)
+    if not all(isinstance(each, list) and len(each) == count for each in lists):
+        return None
+    scores = [float(x) for x in lists[1] if type(x) is int and x in (0, 1)]
+    return scores if len(scores) == count else None
+
+
+def mean_over_dimensions(points: Sequence[tuple[str, float]]) -> float:
+    """Mean over dimensions of their mean scores, given dimension and score of every testpoint."""
+    names = dict.fromkeys(name for name, _ in points)
+    means = [[score for other, score in points if other == name] for name in names]
+    return sum(sum(scores) / len(scores) for scores in means) / len(means)
+
+
+def dimension_interval(points: Sequence[tuple[int, str, float]], draws: int = BOOTSTRAP_DRAWS) -> IntervalDict:
+    """Mean over dimensions of their mean scores over all testpoints, given prompt, dimension and score of each.
+
+    Prompts are resampled for the interval; a draw without any testpoint of a dimension is left out.
+    """
+    prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _, _ in points))}
+    names = {name: i for i, name in enumerate(dict.fromkeys(name for _, name, _ in points))}
+    sums, counts = torch.zeros(2, len(prompts), len(names), dtype=torch.float64)
+    for prompt, name, score in points:
+        sums[prompts[prompt], names[name]] += score
+        counts[prompts[prompt], names[name]] += 1
+    chosen = torch.randint(len(prompts), (draws, len(prompts)), generator=torch.Generator().manual_seed(0))
+    means = (sums[chosen].sum(1) / counts[chosen].sum(1)).mean(1)
+    return interval_of_draws((sums.sum(0) / counts.sum(0)).mean(), means[~means.isnan()], len(prompts))
 
 
 def fill_template(template: str, **values: Any) -> str:

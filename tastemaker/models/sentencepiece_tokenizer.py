@@ -1,8 +1,9 @@
-"""T5's tokenizer from `spiece.model` alone, as PixArt and Open-Sora publish it, without the package sentencepiece."""
+"""Tokenizers from sentencepiece files alone, without the package sentencepiece: T5's and LLaMA's."""
 
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from .protobuf_reader import chunks, messages, read_fields, text
 
 SPIECE_FILE, TOKENIZER_FILE = "spiece.model", "tokenizer.json"
 T5_SPECIAL_PIECES = ["<pad>", "</s>", "<unk>"]  # ids 0, 1 and 2
-UNIGRAM = 1  # of the trainer's model types
+UNIGRAM, BPE = 1, 2  # of the trainer's model types
+SPACE = "\u2581"  # how sentencepiece writes a space
 DEFAULT_EXTRA_IDS = 100  # sentinels that T5 adds after the pieces of the file
 
 
@@ -61,3 +63,51 @@ def _extra_ids(folder: Path) -> int:
         return int(settings.get("extra_ids", DEFAULT_EXTRA_IDS))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); fetch it again [TM889]") from error
+
+
+class SentencepieceBpe:
+    """A byte-pair tokenizer of sentencepiece with byte fallback, such as LLaMA's `tokenizer.model`, for plain texts.
+
+    A text gets a space in front and no special tokens. Symbols are merged into the known piece with the highest score,
+    the leftmost one first, until no pair of neighbors is a piece.
+    """
+
+    def __init__(self, pieces: list[tuple[str, float]]) -> None:
+        self._ids = {piece: number for number, (piece, _) in enumerate(pieces)}
+        self._scores = dict(pieces)
+
+    @classmethod
+    def read(cls, path: Path) -> SentencepieceBpe:
+        """The tokenizer of a file; refuses one of another type."""
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist; download the whole folder of the weights [TM2304]")
+        pieces, model_type, _ = read_sentencepiece(path)
+        if model_type != BPE:
+            raise ConfigError(
+                f"{path} is no byte-pair tokenizer of sentencepiece, as LLaMA's is; download it again [TM2305]"
+            )
+        return cls(pieces)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def id_of(self, piece: str) -> int:
+        return self._ids[piece]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the tokens of a text."""
+        symbols = list(SPACE + text.replace(" ", SPACE))
+        while True:
+            pairs = [left + right for left, right in pairwise(symbols)]
+            known = [(self._scores[pair], -i) for i, pair in enumerate(pairs) if pair in self._scores]
+            if not known:
+                break
+            place = -max(known)[1]
+            symbols[place : place + 2] = [pairs[place]]
+        return [number for symbol in symbols for number in self._symbol_ids(symbol)]
+
+    def _symbol_ids(self, symbol: str) -> list[int]:
+        """The id of a piece, or those of its bytes if it is none."""
+        if symbol in self._ids:
+            return [self._ids[symbol]]
+        return [self._ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]

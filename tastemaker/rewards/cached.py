@@ -71,6 +71,9 @@ class CachedScorer(Reward):
     def metrics(self) -> dict[str, float]:
         return self.inner.metrics()
 
+    def persist_in(self, directory: Path) -> None:
+        self.inner.persist_in(directory)
+
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         if torch.is_grad_enabled() and pixels.requires_grad:
             return self.spec.score_with(self.inner, pixels, prompts, metadata)

@@ -10,6 +10,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -81,6 +82,9 @@ class ComparisonScorer(Reward):
 
     def metrics(self) -> dict[str, float]:
         return self.inner.metrics()
+
+    def persist_in(self, directory: Path) -> None:
+        self.inner.persist_in(directory)
 
     def pointwise(self) -> tuple[RewardSpec, Reward] | None:
         if self.spec.reward.compares_pairs:

@@ -199,6 +199,37 @@ class TaggedWinner(AnswerFormat):
 
 
 @dataclass(frozen=True)
+class SentenceWinner(AnswerFormat):
+    """A sentence such as `Edited image 1 is better` in a text that names one winner; `equally good` is a tie."""
+
+    noun: str = "Edited image"
+
+    def read(self, answer: JudgeAnswer) -> ParsedAnswer:
+        text = re.sub(r"[*_`]", "", answer.text)
+        found = set(re.findall(rf"{self.noun}\s+([12])\s+is\s+(?:clearly\s+)?better", text, re.IGNORECASE))
+        tie = re.search(rf"\b(?:both|{self.noun}s?)\b[^.\n]*\bequally good", text, re.IGNORECASE)
+        if len(found) + bool(tie) != 1:
+            raise AnswerError("no answer", f"expected '{self.noun} 1 is better' or 2, once")
+        winner = int(found.pop()) if found else 0
+        return ParsedAnswer({0: 0.5, 1: 1.0, 2: 0.0}[winner], {"winner": winner})
+
+
+@dataclass(frozen=True)
+class PairScores(AnswerFormat):
+    """Two scores in prose, of the first and of the second image, possibly negative; the higher one wins."""
+
+    noun: str = "image"
+
+    def read(self, answer: JudgeAnswer) -> ParsedAnswer:
+        text = re.sub(rf"(?:edited\s+)?{self.noun}\s*[12]\b", " ", answer.text, flags=re.IGNORECASE)
+        numbers = [float(number) for number in re.findall(rf"(?<![\w.]){NUMBER}(?![\w]|\.\d)", text)]
+        if len(numbers) != 2:
+            raise AnswerError("missing", f"expected two scores, found {len(numbers)} numbers", ["scores"])
+        first, second = numbers
+        return ParsedAnswer(((first > second) + (first >= second)) / 2, {"scores": numbers})
+
+
+@dataclass(frozen=True)
 class JsonWinner(AnswerFormat):
     """A JSON object with `winner: "Image 1"` and the winners of categories."""
 

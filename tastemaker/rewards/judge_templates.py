@@ -6,8 +6,9 @@ The texts of published templates lie in judge_templates.json, letter for letter:
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,8 +27,10 @@ from .judge_answers import (
     JsonScores,
     JsonWinner,
     NumberAnswer,
+    PairScores,
     PairShares,
     SectionScores,
+    SentenceWinner,
     TaggedWinner,
     YesNoProbability,
     YesNoText,
@@ -74,7 +77,8 @@ class JudgeTemplate:
 
     questions: tuple[Question, ...]
     sampling: Sampling = field(default_factory=Sampling)
-    combine: Literal["mean", "geometric_mean"] = "mean"
+    combine: Literal["mean", "geometric_mean", "checklist"] = "mean"
+    weights: tuple[float, ...] = ()  # of the questions of a checklist
     modality: Modality = "image"
     pairwise: bool = False
     frame_sampling: Literal["floor", "linspace"] = "floor"  # int(i T / n), or the first to the last frame
@@ -84,6 +88,14 @@ class JudgeTemplate:
     def needs_source(self) -> bool:
         """Whether the judge sees the image that was edited."""
         return any(part.image == "source" for question in self.questions for part in question.parts)
+
+    def combine_scores(self, scores: Sequence[float]) -> float:
+        """The score of a sample from those of its questions; of a checklist the mean of weight (2 p - 1)."""
+        if self.combine == "geometric_mean":
+            return math.prod(scores) ** (1 / len(scores))
+        if self.combine == "checklist":
+            scores = [weight * (2 * p - 1) for weight, p in zip(self.weights, scores, strict=True)]
+        return sum(scores) / len(scores)
 
     @property
     def fingerprint(self) -> str:
@@ -137,6 +149,11 @@ def _unifiedreward_edit() -> JudgeTemplate:
             _ask("unifiedreward_edit.point_quality", quality, "sample", **names),
         )
     )
+
+
+def _unifiedreward_edit_pair(key: str, answer: AnswerFormat) -> JudgeTemplate:
+    names = {"placeholders": ("instruction",)}
+    return JudgeTemplate((_ask(key, answer, "source", "first", "second", **names),), LONG, pairwise=True)
 
 
 ASPECTS = (
@@ -197,6 +214,8 @@ def published_templates() -> dict[str, JudgeTemplate]:
             "unifiedreward_flex.pair_video", JsonWinner("Video"), "video", sampling=LONG
         ),
         "unifiedreward_edit": _unifiedreward_edit(),
+        "unifiedreward_edit_pair_rank": _unifiedreward_edit_pair("unifiedreward_edit.pair_rank", SentenceWinner()),
+        "unifiedreward_edit_pair_score": _unifiedreward_edit_pair("unifiedreward_edit.pair_score", PairScores()),
         "unifiedreward1_point": JudgeTemplate((_ask("unifiedreward1.point_image", NumberAnswer(), "sample"),)),
         "editscore": _editscore(),
         "rationalrewards": _rationalrewards(),
@@ -289,6 +308,51 @@ class TemplateFile:
         )
 
 
+@checked_dataclass(frozen=True, config=STRICT)
+class ChecklistItem:
+    """A question that is answered with yes or no."""
+
+    question: Annotated[str, Field(min_length=1)]  # with {prompt}, and any other column of the data in braces
+    weight: float = 1.0  # negative if no is the better answer
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ChecklistFile:
+    """The keys of a template file with a checklist: each question is asked by itself."""
+
+    checklist: Annotated[tuple[ChecklistItem | str, ...], Field(min_length=1)]
+    suffix: str = " Answer yes or no."  # after each question
+    answer: Literal["yes_no", "yes_no_text"] = "yes_no"  # by log-probabilities, or by the text
+    images: tuple[ImageName, ...] = ("sample",)  # before each question
+    system: str = ""
+    modality: Modality = "image"
+
+    def build(self) -> JudgeTemplate:
+        """The template; raises ValueError about settings that do not fit together."""
+        if not {"sample"} <= set(self.images) <= {"sample", "source"}:
+            raise ValueError("'images' must hold sample, and may hold source; correct them [TM2311]")
+        items = [item if isinstance(item, ChecklistItem) else ChecklistItem(item) for item in self.checklist]
+        if not all(math.isfinite(item.weight) for item in items):
+            raise ValueError("'checklist': a weight is not finite; write numbers [TM2312]")
+        answer: AnswerFormat = YesNoProbability() if self.answer == "yes_no" else YesNoText()
+        questions = []
+        for item in items:
+            text = item.question + self.suffix
+            names = tuple(sorted(set(PLACEHOLDER.findall(text + self.system))))
+            parts = (*(MessagePart(image=image) for image in self.images), MessagePart(text))
+            questions.append(Question(parts, answer, self.system, names))
+        weights = tuple(item.weight for item in items)
+        bound = sum(map(abs, weights)) / len(weights)
+        return JudgeTemplate(
+            tuple(questions),
+            ONE_TOKEN if answer.uses_logprobs else Sampling(max_tokens=16),
+            "checklist",
+            weights,
+            modality=self.modality,
+            range=f"{-bound:g} to {bound:g}",
+        )
+
+
 def load_template(name: str) -> JudgeTemplate:
     """The template of a published name, or that of a YAML file."""
     if name in published_templates():
@@ -306,8 +370,9 @@ def load_template(name: str) -> JudgeTemplate:
 def _read_template(path: Path, modified: int) -> JudgeTemplate:
     """The template of a YAML file, read again after the file was changed."""
     content = read_yaml_mapping(path)
+    kind: type[TemplateFile | ChecklistFile] = ChecklistFile if "checklist" in content else TemplateFile
     try:
-        return TypeAdapter(TemplateFile).validate_python(content).build()
+        return TypeAdapter(kind).validate_python(content).build()
     except ValidationError as error:
         problems = "; ".join(f"'{'.'.join(map(str, each['loc']))}': {each['msg']}" for each in error.errors())
         raise ConfigError(f"{path}: {problems}; correct this template [TM2001]") from error

@@ -28,12 +28,14 @@ from torch import Tensor
 from ..core.registry import ConfigError
 from ..core.reward import BatchSize, Modality, PairwiseReward, Reward, RewardCard, RewardError, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
-from ..data.image_io import read_image, to_uint8
+from ..data.image_io import to_uint8
 from ..serving.chat_client import AbandonedRequest, ChatClient, EndpointPool, JudgeBudget, list_models
+from ..serving.judge_usage import UsageFiles
 from .cached import ScoreCache
 from .color import BrightnessReward
 from .judge_answers import AnswerError, JudgeAnswer
 from .judge_templates import JudgeTemplate, Question, fill_placeholders, load_template
+from .reference_images import reference_images
 
 DEFAULT_TEMPLATE = "unifiedreward_point"
 DEFAULT_RANGE = "0 to 1"  # of the default template: `tastemaker list` reads it without importing templates
@@ -44,7 +46,7 @@ RETRY_TEMPERATURE = 0.7  # of a question that is asked again: at 0 the same text
 MAX_CACHE_ENTRIES = 10_000_000
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-Frames = NDArray[uint8]  # [F, H, W, 3]
+Frame = NDArray[uint8]  # [H, W, 3]
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,12 @@ class OpenaiJudgeReward(RewardSpec):
     def load(self, placement: Placement) -> Reward:
         if self.urls == (TINY,):
             return BrightnessReward()
+        pool, model = self.connect()
+        judge = ChatJudge(self, model, pool)
+        return ChatPairJudge(judge) if self.compares_pairs else ChatScorer(judge)
+
+    def connect(self) -> tuple[EndpointPool, str]:
+        """The endpoints, which answer, and the name of the model that all of them serve."""
         key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         if self.api_key_env and not key:
             raise ConfigError(
@@ -137,8 +145,7 @@ class OpenaiJudgeReward(RewardSpec):
             for url in self.urls
         ]
         names = {client.url: list_models(client) for client in clients}
-        judge = ChatJudge(self, self._choose_model(names), EndpointPool(clients, self.budget))
-        return ChatPairJudge(judge) if self.compares_pairs else ChatScorer(judge)
+        return EndpointPool(clients, self.budget), self._choose_model(names)
 
     def _choose_model(self, names: Mapping[str, list[str] | None]) -> str:
         """The name of the model, which all endpoints must serve."""
@@ -201,7 +208,7 @@ class AnswerTally:
 class JudgeCase:
     """What one score is about: named images, and values of placeholders."""
 
-    images: dict[str, Frames]
+    images: dict[str, list[Frame]]
     values: dict[str, str]
 
 
@@ -253,12 +260,17 @@ class ChatJudge:
         totals = {"requests": usage.requests, "retries": usage.retries, "tokens": usage.tokens, "cost": usage.cost}
         return {**self.tally.take(), **totals}
 
+    def persist_in(self, directory: Path) -> None:
+        """Count the budget over all processes and restarts of a run."""
+        self.pool.usage.keep_in(UsageFiles(directory, f"{self.spec.template} {self.model}"))
+
     def _key(self, case: JudgeCase) -> bytes:
         digest = hashlib.blake2b(digest_size=32)
-        shapes = {name: frames.shape for name, frames in case.images.items()}
+        shapes = {name: [frame.shape for frame in frames] for name, frames in case.images.items()}
         digest.update(json.dumps([self._identity, case.values, shapes], sort_keys=True).encode())
         for name in sorted(case.images):
-            digest.update(case.images[name].data)
+            for frame in case.images[name]:
+                digest.update(frame.data)
         return digest.digest()
 
     def _judge_case(self, key: bytes, case: JudgeCase, failed: threading.Event) -> float:
@@ -271,9 +283,7 @@ class ChatJudge:
                     self._ask(question, encoded, case.values, first_seed + number, failed)
                     for question in self.template.questions
                 ]
-                mean = sum(answers) / len(answers)
-                geometric = self.template.combine == "geometric_mean"
-                scores.append(math.prod(answers) ** (1 / len(answers)) if geometric else mean)
+                scores.append(self.template.combine_scores(answers))
         except AnswerError as error:
             if self.spec.on_failure is None:
                 attempts = 1 + self.spec.parse_retries
@@ -341,7 +351,7 @@ class ChatJudge:
         return body
 
 
-def encode_data_url(image: Frames, image_format: Literal["png", "jpeg95"]) -> str:
+def encode_data_url(image: Frame, image_format: Literal["png", "jpeg95"]) -> str:
     """An image [H, W, 3] as a data URL."""
     file, kind = BytesIO(), "png" if image_format == "png" else "jpeg"
     options = {"compress_level": 1} if kind == "png" else {"quality": 95}
@@ -357,8 +367,8 @@ def sample_frames(total: int, count: int, rule: Literal["floor", "linspace"]) ->
     return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
 
 
-def select_frames(pixels: Tensor, spec: OpenaiJudgeReward) -> Frames:
-    """The frames of a sample [F, 3, H, W] that the judge sees: of a video several, of an image judge the middle one."""
+def select_frames(pixels: Tensor, spec: OpenaiJudgeReward) -> NDArray[uint8]:
+    """The frames [F, H, W, 3] of a sample [F, 3, H, W] that the judge sees: several, or for images the middle one."""
     total, template = len(pixels), spec.judge_template
     video = template.modality == "video"
     return to_uint8(pixels[sample_frames(total, spec.frames, template.frame_sampling) if video else [total // 2]])
@@ -370,15 +380,14 @@ def text_values(prompt: str, metadata: Metadata) -> dict[str, str]:
     return {"instruction": prompt, **columns, "prompt": prompt}
 
 
-def source_image(metadata: Metadata) -> Frames:
-    """The image that was edited, which the column `image` of the data names."""
-    path = metadata.get("image")
-    if not isinstance(path, str):
+def source_images(prompt: str, metadata: Metadata) -> list[Frame]:
+    """The image that was edited, or several, from the column `image` of the data: paths or pixels."""
+    if metadata.get("image") is None:
         raise RewardError(
             "this template shows the judge the image that was edited, but the sample has no 'image'; use data of type "
             "edit_file, or another template [TM2032]"
         )
-    return to_uint8(read_image(Path(path))[:1])
+    return [to_uint8(image[None])[0] for image in reference_images("image", [prompt], [metadata])[0]]
 
 
 def build_cases(
@@ -387,8 +396,8 @@ def build_cases(
     """One case for each row of the named samples [B, F, 3, H, W]."""
     template, cases = spec.judge_template, []
     for i, (prompt, entry) in enumerate(zip(prompts, metadata, strict=True)):
-        images = {name: select_frames(pixels[i], spec) for name, pixels in samples.items()}
-        images |= {"source": source_image(entry)} if template.needs_source else {}
+        images = {name: list(select_frames(pixels[i], spec)) for name, pixels in samples.items()}
+        images |= {"source": source_images(prompt, entry)} if template.needs_source else {}
         names = {name for question in template.questions for name in question.placeholders}
         values = {name: value for name, value in text_values(prompt, entry).items() if name in names}
         cases.append(JudgeCase(images, values))
@@ -408,6 +417,9 @@ class ChatScorer(Reward):
     def metrics(self) -> dict[str, float]:
         return self.judge.metrics()
 
+    def persist_in(self, directory: Path) -> None:
+        self.judge.persist_in(directory)
+
 
 class ChatPairJudge(PairwiseReward):
     """Comparisons of two samples, for `win_rate`."""
@@ -421,3 +433,6 @@ class ChatPairJudge(PairwiseReward):
 
     def metrics(self) -> dict[str, float]:
         return self.judge.metrics()
+
+    def persist_in(self, directory: Path) -> None:
+        self.judge.persist_in(directory)

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -80,6 +81,9 @@ class WrappedScorer(Reward):
 
     def metrics(self) -> dict[str, float]:
         return self.inner.metrics()
+
+    def persist_in(self, directory: Path) -> None:
+        self.inner.persist_in(directory)
 
     def pointwise(self) -> tuple[RewardSpec, Reward] | None:
         return self.inner.pointwise()
@@ -293,6 +297,9 @@ class SumScorer(Reward):
     def metrics(self) -> dict[str, float]:
         parts = enumerate(self.rubric.rewards.values())
         return {f"{i}/{metric}": x for i, part in parts for metric, x in part.reward.metrics().items()}
+
+    def persist_in(self, directory: Path) -> None:
+        self.rubric.persist_in(directory)
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.rubric.score(pixels, prompts, metadata, len(pixels)).total

@@ -19,6 +19,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from ..core.interruption import POLL_SECONDS, StopRequest, current_stop
 from .client import RETRIED_STATUSES, AnswerTimeoutError, RewardClient, RewardServiceError, TemporaryError
+from .judge_usage import UsageCount, UsageFiles
 
 _jitter = random.SystemRandom()
 MILLION = 1e6  # tokens that a price is for
@@ -26,7 +27,10 @@ MILLION = 1e6  # tokens that a price is for
 
 @dataclass(frozen=True)
 class JudgeBudget:
-    """Limits of what one process asks; None is no limit. Tokens and cost may be exceeded by requests under way."""
+    """Limits of what a run asks on all ranks, with its restarts; None is no limit.
+
+    Tokens and cost may be exceeded by requests under way, and all limits by what other ranks ask within a second.
+    """
 
     requests: PositiveInt | None = None  # with retries
     tokens: PositiveInt | None = None  # of questions and answers
@@ -134,7 +138,9 @@ class Usage:
 
     def __init__(self, budget: JudgeBudget) -> None:
         self.budget = budget
-        self.requests = self.retries = self.prompt_tokens = self.completion_tokens = 0
+        self.requests = self.retries = self.prompt_tokens = self.completion_tokens = 0  # of this process
+        self._files: UsageFiles | None = None
+        self._start = UsageCount()  # what this process had counted when the files were named
 
     @property
     def tokens(self) -> int:
@@ -142,15 +148,32 @@ class Usage:
 
     @property
     def cost(self) -> float:
+        return self._cost(self._count())
+
+    def keep_in(self, files: UsageFiles) -> None:
+        """Count what other processes spent too, and write down what this one spends from now on."""
+        self._files, self._start = files, self._count()
+
+    def _count(self) -> UsageCount:
+        return UsageCount(self.requests, self.prompt_tokens, self.completion_tokens)
+
+    def _cost(self, count: UsageCount) -> float:
         prices = self.budget.prompt_price, self.budget.completion_price
-        return (self.prompt_tokens * prices[0] + self.completion_tokens * prices[1]) / MILLION
+        return (count.prompt_tokens * prices[0] + count.completion_tokens * prices[1]) / MILLION
+
+    def _write(self) -> None:
+        if self._files is not None:
+            self._files.write(self._count() - self._start)
 
     def start_request(self) -> None:
         """Count a request; raise if the budget does not allow it."""
+        spent = self._count()
+        if self._files is not None:
+            spent = spent - self._start + self._files.read_others()
         limits = {
-            "requests": (self.requests, self.budget.requests),
-            "tokens": (self.tokens, self.budget.tokens),
-            "cost": (self.cost, self.budget.cost),
+            "requests": (spent.requests, self.budget.requests),
+            "tokens": (spent.prompt_tokens + spent.completion_tokens, self.budget.tokens),
+            "cost": (self._cost(spent), self.budget.cost),
         }
         for name, (used, limit) in limits.items():
             if limit is not None and used >= limit:
@@ -159,6 +182,7 @@ class Usage:
                     "same command to resume [TM2012]"
                 )
         self.requests += 1
+        self._write()
 
     def add(self, response: Mapping[str, Any]) -> None:
         """Count the tokens of a response."""
@@ -170,6 +194,7 @@ class Usage:
                 self.prompt_tokens + prompt,
                 self.completion_tokens + completion,
             )
+            self._write()
         elif self.budget.tokens or self.budget.cost:
             raise RewardServiceError(
                 "the judge's endpoint does not report its usage, so that tokens cannot be counted; use budget.requests "

@@ -26,6 +26,8 @@ from .metrics import AsyncMetrics, AverageMeter, StepMetrics, StepTimer, scoring
 from .run import Run
 from .samples import generate_samples
 
+REWARD_FILES = "rewards"  # folder of a run in which rewards keep what must survive a restart
+
 
 def train(run: Run) -> Iterator[Event]:
     """Train until the last step and yield an event for everything that happens.
@@ -34,6 +36,7 @@ def train(run: Run) -> Iterator[Event]:
     before if a reward of the current one hangs. If an exception is raised between two steps, for example because a
     reward server does not answer, the last completed step is saved before the exception is raised again.
     """
+    run.rubric.persist_in(run.directory / REWARD_FILES)
     metrics = AsyncMetrics(run.engine.asynchronous)
     done = saved = run.start_step
     parameters = sum(p.numel() for p in run.policy.weights.trainable().values())

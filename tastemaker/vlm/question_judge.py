@@ -1,7 +1,7 @@
 """Questions about images to a judge: the probabilities of given answers, or the answers as text.
 
-`QuestionJudge` is what benchmarks ask. A judge behind an HTTP endpoint is one more subclass: it fills `probabilities`
-from the log-probabilities of the first token, and `texts` from the messages.
+`QuestionJudge` is what benchmarks ask. A judge behind an HTTP endpoint is one more subclass, in
+`evaluation/endpoint_judge.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ class JudgeQuestion:
     image: int  # index in the batch
     text: str
     answers: tuple[Spellings, ...] = ()
+    system: str = ""  # instructions, which judges without system messages read at the beginning of the text
+    text_first: bool = False  # before the image, if the judge is asked with messages
+
+    @property
+    def full_text(self) -> str:
+        return f"{self.system}\n\n{self.text}" if self.system else self.text
 
 
 class QuestionJudge(ABC):
@@ -64,16 +70,21 @@ class QuestionJudge(ABC):
         probabilities: list[tuple[float, ...]] = []
         for batch in self._batches(questions):
             images = pixels[[question.image for question in batch]]
-            texts, answers = [question.text for question in batch], [question.answers for question in batch]
+            texts, answers = [question.full_text for question in batch], [question.answers for question in batch]
             probabilities += self.probabilities(images, texts, answers)
         return probabilities
 
-    def ask_texts(self, pixels: Tensor, questions: Sequence[JudgeQuestion], max_new_tokens: int) -> list[str]:
-        """Texts that answer several questions about images [N, 3, H, W], in batches."""
+    def ask_texts(
+        self, pixels: Tensor, questions: Sequence[JudgeQuestion], max_new_tokens: int, attempt: int = 0
+    ) -> list[str]:
+        """Texts that answer several questions about images [N, 3, H, W], in batches.
+
+        `attempt` counts how often the same questions were asked before, for judges that sample another answer then.
+        """
         answers: list[str] = []
         for batch in self._batches(questions):
             images = pixels[[question.image for question in batch]]
-            answers += self.texts(images, [question.text for question in batch], max_new_tokens)
+            answers += self.texts(images, [question.full_text for question in batch], max_new_tokens)
         return answers
 
     def _batches(self, questions: Sequence[JudgeQuestion]) -> list[Sequence[JudgeQuestion]]:

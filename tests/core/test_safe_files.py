@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tastemaker.core.errors import ConfigError
+from tastemaker.core.output_paths import read_umask
 from tastemaker.core.safe_files import (
     MAX_YAML_BYTES,
     check_text,
@@ -109,3 +110,11 @@ def test_long_metrics_are_read_fast_and_torn_lines_skipped(tmp_path: Path) -> No
     plain, start = time.process_time() - start, time.process_time()
     assert sum(1 for _ in read_json_rows(tmp_path / "metrics.jsonl")) == 100_000
     assert time.process_time() - start < 3 * plain + 1.0
+
+
+def test_umask_is_read_as_it_is() -> None:
+    before = os.umask(0o027)
+    try:
+        assert read_umask() == 0o027 == read_umask()
+    finally:
+        assert os.umask(before) == 0o027

@@ -97,6 +97,15 @@ def test_interrupted_evaluation_resumes(benchmark: Benchmark, scorer: PlayEvalSc
     assert first == second
 
 
+def test_samples_that_cannot_be_written_stop_the_evaluation(scorer: PlayEvalScorer, tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("no folder")
+    painter = ScenePainter()
+    with pytest.raises(OSError, match="samples"):
+        list(evaluate(playeval(36, 4), painter, scorer, tmp_path, batch_size=16))
+    assert painter.calls == 2  # the second batch is sampled while the first one is written
+    assert not list((tmp_path / ".costs").iterdir())
+
+
 def test_finished_stages_are_skipped_and_missing_scores_recomputed(
     benchmark: Benchmark, scorer: PlayEvalScorer, tmp_path: Path
 ) -> None:

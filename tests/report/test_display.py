@@ -53,6 +53,7 @@ def write_run(directory: Path, pixels: torch.Tensor, score: float) -> Path:
     for step in (0, 2):
         prompts = tuple(f"color {i}" for i in range(len(pixels)))
         logger.log(SamplesGenerated(step, prompts, pixels[:, None] * (step / 2), {"color": score * step / 2}))
+    logger.close()
     (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2)))
     return directory
 

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from tastemaker.core.registry import ConfigError
-from tastemaker.rewards.judge_answers import AnswerError, AxisScores, JsonScores, JudgeAnswer, NumberAnswer
+from tastemaker.rewards.judge_answers import (
+    AnswerError,
+    AxisScores,
+    JsonScores,
+    JudgeAnswer,
+    NumberAnswer,
+    PairScores,
+    SentenceWinner,
+)
 from tastemaker.rewards.judge_templates import fill_placeholders, load_template, published_templates, read_texts
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "judges"
@@ -96,6 +104,8 @@ def test_strange_bodies_are_empty_answers() -> None:
         (load_template("unifiedreward_think_pair").questions[0].answer, "<answer>Image 3 is better</answer>"),
         (load_template("unifiedreward_flex_pair").questions[0].answer, '{"winner": "both"}'),
         (load_template("yes_no_text").questions[0].answer, "Yesterday"),
+        *((SentenceWinner(), text) for text in ("", "Edited image 1 is better, or edited image 2 is better", "3")),
+        *((PairScores(), text) for text in ("3.5", "Edited Image 1: 3.5, Image 2: 4.5 of 5", "image 1: v2.5 and 3")),
     ],
 )
 def test_defective_answer_is_refused(answer: Any, text: str) -> None:
@@ -108,7 +118,7 @@ def test_published_texts_are_unchanged_and_filled_literally() -> None:
     assert {name: hashlib.sha256(text.encode()).hexdigest() for name, text in read_texts().items()} == {
         name: fact["sha256"] for name, fact in facts.items()
     }
-    assert len(published_templates()) == 19
+    assert len(published_templates()) == 21
     text = fill_placeholders('{"a": 1} {prompt} {other}', {"prompt": "{other} \\1"}, ("prompt",))
     assert text == '{"a": 1} {other} \\1 {other}'
 
@@ -132,3 +142,51 @@ def test_template_file(tmp_path: Path) -> None:
             load_template(str(path))
     with pytest.raises(ValueError, match="TM2000"):
         load_template("unifiedreward")
+
+
+def test_pairs_of_edits_are_read_from_prose() -> None:
+    rank, scores = (load_template(f"unifiedreward_edit_pair_{kind}") for kind in ("rank", "score"))
+    assert [part.image for part in rank.questions[0].parts] == ["source", "first", "second", None]
+    assert rank.pairwise and scores.pairwise and rank.needs_source
+    cases = {
+        "Edited image 1 is better.": 1,
+        "The first one lost its text. **Edited Image 2** is better": 0,
+        "Both edited images are equally good.": 0.5,
+        "edited image 2 is better. So, edited image 2 is better.": 0,
+    }
+    assert {text: rank.questions[0].answer.parse(JudgeAnswer(text)).score for text in cases} == cases
+    cases = {
+        "Edited Image 1: 3.75\nEdited Image 2: -1.25": 1,
+        "Image 1 gets -2 and image 2 gets +0.5.": 0,
+        "The scores are 2.5 and 2.50": 0.5,
+    }
+    assert {text: scores.questions[0].answer.parse(JudgeAnswer(text)).score for text in cases} == cases
+
+
+def test_checklist_file(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(
+        "checklist:\n"
+        "- {question: 'Does it show \"{prompt}\"?', weight: 3}\n"
+        "- {question: 'Is it blurred?', weight: -1}\n"
+        "- Is the style {style}?\n",
+        encoding="utf-8",
+    )
+    template = load_template(str(path))
+    assert [question.parts[1].text for question in template.questions][1] == "Is it blurred? Answer yes or no."
+    assert [question.placeholders for question in template.questions] == [("prompt",), (), ("style",)]
+    assert template.combine_scores([0.9, 0.2, 0.3]) == pytest.approx((3 * 0.8 - 1 * -0.6 - 0.4) / 3)
+    assert template.sampling.max_tokens == 1 and template.questions[0].answer.uses_logprobs
+    assert float(template.range.split()[0]) == pytest.approx(-5 / 3, abs=1e-3)
+    wrong = {
+        "checklist: []\n": "TM2001",
+        "checklist: [{question: ''}]\n": "TM2001",
+        "checklist: ['Good?']\nimages: [source]\n": "TM2311",
+        "checklist: [{question: 'Good?', weight: .inf}]\n": "TM2312",
+        "checklist: ['Good?']\ntext: Good?\n": "TM2001",
+    }
+    for number, (text, code) in enumerate(wrong.items()):
+        other = tmp_path / f"wrong{number}.yaml"
+        other.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=code):
+            load_template(str(other))

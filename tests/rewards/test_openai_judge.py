@@ -41,6 +41,8 @@ from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
 from tastemaker.rewards.judge_templates import load_template
 from tastemaker.rewards.openai_judge import DEFAULT_RANGE, DEFAULT_TEMPLATE, OpenaiJudgeReward, sample_frames
+from tastemaker.serving.chat_client import JudgeBudget, Usage
+from tastemaker.serving.judge_usage import UsageFiles, read_count
 from tastemaker.training import checkpoint
 from tastemaker.training.events import CheckpointSaved, StepCompleted
 from tastemaker.training.loop import train
@@ -75,7 +77,7 @@ def score(
     spec: Any, pixels: Tensor = PIXELS, prompts: Any = PROMPTS, metadata: Any = (), group_size: int = 1
 ) -> Tensor:
     rubric = Rubric({"judge": WeightedReward(spec, spec.load(Placement()))})
-    return rubric.score(pixels, prompts, metadata).total
+    return rubric.score(pixels, prompts, metadata, group_size).total
 
 
 def test_listed_defaults_are_those_of_the_default_template() -> None:
@@ -253,6 +255,25 @@ def test_videos_are_frames_and_edits_show_their_source(stub: JudgeStub, url: str
         score(judge(url, template="editscore"), PIXELS[:1], ["x"])
 
 
+def test_pairs_of_edits_show_their_source_and_checklists_ask_each_question(
+    stub: JudgeStub, url: str, tmp_path: Path
+) -> None:
+    stub.answer = lambda b: completion(f"Edited image 1: {b[1]:.3f}, edited image 2: {b[2]:.3f}.")
+    settings = {"type": "openai_judge", "urls": [url], "template": "unifiedreward_edit_pair_score"}
+    sources = [torch.full((3, 6, 10), 0.2), torch.full((1, 3, 8, 8), 0.4)]  # pixels of two sizes
+    entries = [{"image": sources}] * 4
+    stub.fault = lambda n, request: stub.answer([0, *(float(x.mean()) / 255 for x in read_images(request)[2:])])
+    wins = score(from_config("win_rate", reward=settings), PIXELS[:4], ["dark"] * 4, entries, group_size=4)
+    assert wins.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert [round(float(image.mean()) / 255, 1) for image in read_images(stub.requests[0])[:2]] == [0.2, 0.4]
+
+    path = tmp_path / "list.yaml"
+    path.write_text("checklist: [{question: 'Is {prompt} there?', weight: 2}, 'Is it dark?']\n", encoding="utf-8")
+    stub.fault = lambda n, request: yes_answer([0.9 if "prompt 0" in str(request) else 0.3])
+    found = score(judge(url, template=str(path)), PIXELS[:1], PROMPTS[:1])
+    assert found.item() == pytest.approx((2 * 0.8 - 0.4) / 2, abs=1e-5) and len(stub.requests) == 14
+
+
 def test_key_is_sent_and_never_shown(
     stub: JudgeStub, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,3 +396,49 @@ def test_command_stops_with_the_reason_and_shows_no_key(
     assert "TM2011" in shown and "*** has expired" in shown
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"JUDGE_KEY" in written and KEY.encode() not in written and KEY not in shown
+
+
+@pytest.mark.slow
+def test_budget_of_a_run_survives_restarts(
+    stub: JudgeStub, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(requests: int) -> int:
+        inner = {"type": "openai_judge", "urls": [url], "concurrency": 1, "budget": {"requests": requests}}
+        rewards = {"judge": {"type": "cached", "reward": inner}}
+        return run_cli("train", "grpo-toy-flow", *TRAINING, "steps=4", f"rewards={json.dumps(rewards)}", "name=made")
+
+    assert run(20) == EXIT_FAILURE and len(stub.requests) == 20  # in the third step
+    assert run(20) == EXIT_FAILURE and len(stub.requests) == 20  # the third step begins again, without a request
+    assert "requests: 20 of 20" in capfd.readouterr().err
+    assert run(40) == 0 and len(stub.requests) == 36
+    folder = tmp_path / "runs/made/rewards/judge"
+    assert len(list(folder.iterdir())) == 2 and sum(read_count(path).requests for path in folder.iterdir()) == 36
+
+
+def test_usage_counts_what_other_processes_spent(tmp_path: Path) -> None:
+    budget = JudgeBudget(requests=5, tokens=5000, cost=0.01, prompt_price=2.0, completion_price=10.0)
+    response = {"usage": {"prompt_tokens": 1000, "completion_tokens": 100}}
+    first, second, other = Usage(budget), Usage(budget), Usage(budget)
+    first.start_request()  # before the files are named: of no run
+    for usage, name in ((first, "judge"), (second, "judge"), (other, "another")):
+        usage.keep_in(UsageFiles(tmp_path / "usage", name))
+    for _ in range(2):
+        first.start_request()
+        first.add(response)
+    second.start_request()
+    second.add(response)
+    other.start_request()
+    restarted = Usage(budget)
+    restarted.keep_in(UsageFiles(tmp_path / "usage", "judge"))
+    restarted.start_request()  # 3 requests, 3300 tokens and 0.009 were spent
+    restarted.add(response)
+    with pytest.raises(RewardError, match=r"cost: 0\.012 of 0\.01.*TM2012"):
+        restarted.start_request()
+    assert restarted.requests == 1 and restarted.cost == pytest.approx(0.003)  # metrics are those of the process
+    (tmp_path / "usage" / restarted._files.path.name).write_text('{"requests": "many"}')  # type: ignore[union-attr]
+    last = Usage(budget)
+    last.keep_in(UsageFiles(tmp_path / "usage", "judge"))
+    with pytest.raises(ConfigError, match="TM2307"):
+        last.start_request()

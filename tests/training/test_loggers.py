@@ -112,6 +112,21 @@ def test_images_are_written_as_png_with_a_description(tmp_path: Path) -> None:
     assert read_image(tmp_path / "samples" / "step-000003.png").shape[0] == 1
 
 
+def test_images_are_complete_when_a_run_ends_and_failures_are_reported(tmp_path: Path) -> None:
+    events = make_events(tmp_path)
+    logger = SampleGridLogger()
+    for event in events:
+        logger.log(event)
+    assert isinstance(events[-1], TrainingFinished)  # before the report, which reads the images
+    assert (tmp_path / "samples" / "step-000003.json").exists()
+    logger.close()
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "samples").write_text("no folder")
+    output = log_events([SampleGridLogger(), JsonlLogger()], make_events(tmp_path / "blocked"))
+    assert output.startswith("warning SampleGridLogger failed") and output.count("warning") == 1
+    assert len((tmp_path / "blocked" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
 @pytest.mark.parametrize("format", ["mp4", "gif", "png"])
 def test_videos_are_written_as_video(tmp_path: Path, format: Literal["mp4", "gif", "png"]) -> None:
     log_events([SampleGridLogger(format)], make_events(tmp_path, frames=4))

@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from ...data.image_io import grid_boxes, grid_upscale, make_grid, save_image, video_suffix
-from ..events import Event, SamplesGenerated, TrainingStarted
+from ..events import Event, SamplesGenerated, TrainingFinished, TrainingStarted
 
 
 class SampleGridLogger:
-    """Writes the samples of a step into one image or video, each above its prompt."""
+    """Writes the samples of a step into one image or video, each above its prompt.
+
+    A thread encodes and writes them, so that training goes on. Everything is written before the run ends, and at most
+    one grid waits. A failure is raised by a later call.
+    """
 
     def __init__(self, video_format: Literal["mp4", "gif", "png"] | None = None) -> None:
         self._clips = video_format or video_suffix()
         self._directory = Path()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sample-grids")
+        self._writing: Future[None] | None = None
 
     def log(self, event: Event) -> None:
+        if isinstance(event, (SamplesGenerated, TrainingFinished)) or (self._writing and self._writing.done()):
+            self._finish()
         if isinstance(event, TrainingStarted):
             self._directory = event.directory / "samples"
         elif isinstance(event, SamplesGenerated):
-            suffix = "png" if event.pixels.shape[1] == 1 else self._clips
-            path = self._directory / f"step-{event.step:06d}.{suffix}"
-            save_image(make_grid(event.pixels, captions=event.prompts), path)
-            path.with_suffix(".json").write_text(
-                json.dumps(_grid_metadata(event, path.name), indent=1), encoding="utf-8"
-            )
+            self._writing = self._thread.submit(self._write, event, self._directory)
 
     def close(self) -> None:
-        return None
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
+
+    def _finish(self) -> None:
+        """Wait until the last grid is written; raise if that failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, event: SamplesGenerated, directory: Path) -> None:
+        suffix = "png" if event.pixels.shape[1] == 1 else self._clips
+        path = directory / f"step-{event.step:06d}.{suffix}"
+        save_image(make_grid(event.pixels, captions=event.prompts), path)
+        path.with_suffix(".json").write_text(json.dumps(_grid_metadata(event, path.name), indent=1), encoding="utf-8")
 
 
 def _grid_metadata(event: SamplesGenerated, file: str) -> dict[str, Any]:
