@@ -11,9 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.objective import Context, Objective, drop_prompts, require_settings, rollout_and_score
-from ..core.policy import Process
+from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
-from ..core.types import Condition, LikeBatch, Loss, PromptBatch, select_rows
+from ..core.types import Condition, Corrupted, LikeBatch, Loss, PromptBatch, select_rows
+from .denoising_likelihood import (
+    SampleLikelihood,
+    anchored_likelihood,
+    as_gaussian,
+    predict_clean,
+    sample_likelihood,
+)
 
 Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
 ReferencePoint = Literal["batch", "mismatched", "zero"]
@@ -62,6 +69,10 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
     reference_point: ReferencePoint = "batch"
     num_timesteps: int = 1  # corruptions of each sample, the same in every epoch
     shared_noise: bool = False  # one timestep and noise for the whole batch
+    # Log-likelihood of diffusion models. output: the published one, which sees little of high noise levels on networks
+    # that predict noise; adaptive and others: errors of predicted clean samples, as in elbo_grpo, with a beta near 10
+    likelihood: SampleLikelihood = "output"
+    kl_coef: float = 0.0  # weight of the squared distance of velocities to the reference's, on diffusion models
 
     def __post_init__(self) -> None:
         weights = self.like_weight, self.dislike_weight
@@ -78,18 +89,31 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
     def loss(self, ctx: Context[Process], experience: LabeledSamples, part: int) -> Loss:
         """The loss at one corruption. The reference point is that of the weights at the start of the step."""
         noisy = ctx.policy.corrupt(experience.x, experience.rng, draw=part)
-        gain = ctx.policy.likelihood(experience.cond, experience.x, noisy) - experience.reference[:, part]
+        likelihood, kl = self._likelihood_and_kl(ctx.policy, experience.cond, experience.x, noisy)
+        gain = likelihood - experience.reference[:, part]
         liked, z = experience.liked, experience.reference_point
         weight = torch.where(liked, self.like_weight, self.dislike_weight) * experience.weight
         rows = weight * kto_loss(gain, z, liked, self.beta, self.utility)
+        if kl is not None:
+            rows = rows + self.kl_coef * kl
         gain = gain.detach()
         metrics = {
             "accuracy": ((gain > z) == liked).float(),
             "log_ratio": gain,
             "log_ratio/signed": torch.where(liked, gain, -gain),
             "reference_point": z,
+            **({} if kl is None else {"kl": kl.detach()}),
         }
         return Loss(rows / self.num_timesteps, metrics)
+
+    def _likelihood_and_kl(
+        self, policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.kl_coef:
+            return sample_likelihood(policy, cond, x, noisy, self.likelihood), None
+        with torch.no_grad(), policy.weights.use("reference"):
+            reference = predict_clean(as_gaussian(policy), cond, noisy)
+        return anchored_likelihood(policy, cond, x, noisy, self.likelihood, reference)
 
     def compare_with_reference(
         self, ctx: Context[Process], cond: Condition, x: Tensor, liked: Tensor, rng: Randomness
@@ -116,7 +140,7 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
 
         def likelihood(rows: Tensor, draw: int) -> Tensor:
             chunk = select_rows((cond, x, rng), rows)
-            return policy.likelihood(*chunk[:2], policy.corrupt(*chunk[1:], draw=draw))
+            return sample_likelihood(policy, *chunk[:2], policy.corrupt(*chunk[1:], draw=draw), self.likelihood)
 
         with torch.no_grad():
             columns = [torch.cat([likelihood(r, k) for r in ctx.chunks(len(x))]) for k in range(self.num_timesteps)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.objective import Context, Objective, require_settings, rollout_and_score
 from ..core.types import Loss, PreferenceBatch, PromptBatch
 from ..processes.gaussian import GaussianProcess
+from .denoising_likelihood import SampleLikelihood, anchored_likelihood, predict_clean, sample_likelihood
 from .dpo import NoiseSharing, PreferenceExperience, corrupt_pair, encode_pairs, pair_best_with_worst
 
 
@@ -24,9 +25,14 @@ def odds_score(error: Tensor, scale: float) -> Tensor:
     return torch.where(x > 0, safe * torch.exp(-safe) / -torch.expm1(-safe), 1 - x / 2)
 
 
-def mapo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin_scale: float, error_scale: float) -> Tensor:
-    """e_w - beta log sigmoid(T (f(e_w) - f(e_l))), of the errors of the chosen and the rejected sample: [B]."""
-    margin = margin_scale * (odds_score(chosen, error_scale) - odds_score(rejected, error_scale))
+def mapo_loss(
+    chosen: Tensor, rejected: Tensor, beta: float, margin_scale: float, error_scale: float, offset: Tensor | float = 0.0
+) -> Tensor:
+    """e_w - beta log sigmoid(T (f(e_w) - f(e_l) - offset)), of the errors of the chosen and the rejected sample: [B].
+
+    The published margin has no offset. That of the reference is f(e_w) - f(e_l) of its errors.
+    """
+    margin = margin_scale * (odds_score(chosen, error_scale) - odds_score(rejected, error_scale) - offset)
     return chosen - beta * F.logsigmoid(margin)
 
 
@@ -39,12 +45,19 @@ class PairObjective(Objective[GaussianProcess, PreferenceBatch | PromptBatch, Pr
     error_scale: float = 0.5  # c, `snr_value` in the published code
     noise_sharing: NoiseSharing = "shared"
     num_timesteps: int = 1  # corruptions of each pair
+    # Errors e: of the network's output, as published, or minus the likelihoods of elbo_grpo by predicted clean samples.
+    likelihood: SampleLikelihood = "output"
+    kl_coef: float = 0.0  # weight of the squared distance of velocities to the reference's
+    reference_margin: bool = False
     needs: ClassVar[type] = GaussianProcess
 
     def __post_init__(self) -> None:
         valid = self.beta >= 0 and min(self.margin_scale, self.error_scale) > 0 and self.num_timesteps >= 1
         expected = "beta of at least 0, scales above 0 and at least one timestep"
         require_settings(self, "beta margin_scale error_scale num_timesteps", valid, expected)
+
+    def snapshots(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl_coef or self.reference_margin else ()
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         return range(self.num_timesteps)
@@ -54,11 +67,33 @@ class PairObjective(Objective[GaussianProcess, PreferenceBatch | PromptBatch, Pr
         policy = ctx.policy
         draw = ctx.epoch * self.num_timesteps + part
         noisy = corrupt_pair(policy, experience, self.noise_sharing, draw)
-        chosen, rejected = (
-            -policy.likelihood(experience.cond, x, each)
-            for x, each in zip((experience.chosen, experience.rejected), noisy, strict=True)
-        )
-        rows = mapo_loss(chosen, rejected, self.beta, self.margin_scale, self.error_scale) * experience.weight
+        samples = tuple(zip((experience.chosen, experience.rejected), noisy, strict=True))
+        offset: Tensor | float = 0.0
+        kl = None
+        if self.snapshots():
+            with torch.no_grad(), policy.weights.use("reference"):
+                references = [predict_clean(policy, experience.cond, each) for each in noisy]
+                if self.reference_margin:
+                    good, bad = (
+                        odds_score(
+                            -sample_likelihood(policy, experience.cond, x, each, self.likelihood), self.error_scale
+                        )
+                        for x, each in samples
+                    )
+                    offset = good - bad
+            (chosen, good_kl), (rejected, bad_kl) = (
+                anchored_likelihood(policy, experience.cond, x, each, self.likelihood, reference)
+                for (x, each), reference in zip(samples, references, strict=True)
+            )
+            kl = (good_kl + bad_kl) / 2
+            chosen, rejected = -chosen, -rejected
+        else:
+            chosen, rejected = (
+                -sample_likelihood(policy, experience.cond, x, each, self.likelihood) for x, each in samples
+            )
+        rows = mapo_loss(chosen, rejected, self.beta, self.margin_scale, self.error_scale, offset) * experience.weight
+        if kl is not None:
+            rows = rows + self.kl_coef * kl
         metrics = {
             "accuracy": (chosen < rejected).float(),
             "margin": (rejected - chosen).detach(),
