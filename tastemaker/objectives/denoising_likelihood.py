@@ -65,21 +65,13 @@ def sample_likelihood(
     return denoising_likelihood(as_gaussian(policy), cond, x, noisy, kind).float()
 
 
-def anchored_likelihood(
-    policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted, kind: SampleLikelihood, reference: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`sample_likelihood`, and the distance to the clean samples that a reference predicts, from one call: [B] each.
-
-    The distance is that of velocities on the straight path, on networks of every kind.
-    """
-    prediction = predict_clean(as_gaussian(policy), cond, noisy)
-    path = as_gaussian(policy).process.path
-    level = velocity_level(path, noisy.t)
-    distance = velocity_distance(prediction, reference, level).float()
+def prediction_likelihood(
+    path: NoisePath, prediction: Tensor, x: Tensor, noisy: Corrupted, kind: SampleLikelihood
+) -> Tensor:
+    """`sample_likelihood` of samples [B, ...] by the clean samples that a network predicts: [B]."""
     if kind == "output":
-        error = ((prediction - x) ** 2).flatten(1).mean(1)
-        return -path.output_error_weight(noisy.t) * error, distance
-    return error_likelihood(prediction, x, level, kind).float(), distance
+        return -path.output_error_weight(noisy.t) * ((prediction - x) ** 2).flatten(1).mean(1)
+    return error_likelihood(prediction, x, velocity_level(path, noisy.t), kind).float()
 
 
 def as_gaussian(policy: Policy[Process]) -> Policy[GaussianProcess]:

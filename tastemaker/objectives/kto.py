@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,15 @@ from ..core.objective import Context, Objective, drop_prompts, require_settings,
 from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Corrupted, LikeBatch, Loss, PromptBatch, select_rows
+from ..processes.gaussian import GaussianProcess
 from .denoising_likelihood import (
     SampleLikelihood,
-    anchored_likelihood,
     as_gaussian,
     predict_clean,
+    prediction_likelihood,
     sample_likelihood,
+    velocity_distance,
+    velocity_level,
 )
 
 Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
@@ -79,6 +82,18 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
         valid = self.beta > 0 and min(weights) >= 0 and max(weights) > 0 and self.num_timesteps >= 1
         expected = "beta above 0, weights of at least 0 that are not both 0, and at least one timestep"
         require_settings(self, "beta like_weight dislike_weight num_timesteps", valid, expected)
+        require_settings(self, "kl_coef", self.kl_coef >= 0, "a number of at least 0")
+
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        if isinstance(process, GaussianProcess) or (self.likelihood == "output" and not self.kl_coef):
+            return None
+        return (
+            f"objective.likelihood is {self.likelihood} and objective.kl_coef {self.kl_coef}, which compare denoised "
+            "samples, but this model generates tokens; set objective.likelihood=output and objective.kl_coef=0 [TM2200]"
+        )
+
+    def without_kl(self) -> Self | None:
+        return replace(self, kl_coef=0.0) if self.kl_coef else None
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
@@ -113,7 +128,9 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
             return sample_likelihood(policy, cond, x, noisy, self.likelihood), None
         with torch.no_grad(), policy.weights.use("reference"):
             reference = predict_clean(as_gaussian(policy), cond, noisy)
-        return anchored_likelihood(policy, cond, x, noisy, self.likelihood, reference)
+        prediction, path = predict_clean(as_gaussian(policy), cond, noisy), as_gaussian(policy).process.path
+        distance = velocity_distance(prediction, reference, velocity_level(path, noisy.t)).float()
+        return prediction_likelihood(path, prediction, x, noisy, self.likelihood), distance
 
     def compare_with_reference(
         self, ctx: Context[Process], cond: Condition, x: Tensor, liked: Tensor, rng: Randomness
