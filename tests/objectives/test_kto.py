@@ -158,6 +158,19 @@ def test_likelihood_by_predictions_is_that_of_outputs_and_anchor_starts_at_zero(
     assert moved.metrics["kl"].gt(0).all()
 
 
+def test_every_kind_of_likelihood_starts_without_gain_over_the_reference() -> None:
+    objective = KTO(beta=50.0, likelihood="adaptive", num_timesteps=2)
+    policy = toys.policy("epsilon", FrozenCopyFinetuning(), objective.snapshots())
+    ctx = toys.context(policy, 8)
+    samples = objective.collect(ctx, toys.likes(8, 1, 0))
+    assert samples.reference_point.tolist() == [0] * 8
+    losses = toys.total_loss(objective, ctx, samples)
+    torch.testing.assert_close(losses, torch.full((8,), 0.5), rtol=1e-4, atol=1e-4)
+    error = policy.restore(samples.cond, policy.corrupt(samples.x, samples.rng)).mean - samples.x
+    adaptive = -(error**2).flatten(1).mean(1) / error.abs().flatten(1).mean(1)
+    torch.testing.assert_close(samples.reference[:, 0], adaptive.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_output_errors_of_noise_predictions_hardly_see_high_noise_levels_and_adaptive_ones_do() -> None:
     """What a shift of the predicted clean sample by .1 costs at a high and a low noise level: why KTO has a choice."""
     path = toys.DARK
