@@ -208,8 +208,9 @@ def student_score(changes: NDArray[np.float64]) -> NDArray[np.float64]:
     prompts, degrees = changes.shape[-1], changes.shape[-1] - 1
     error = np.maximum(changes.std(-1, ddof=1) / math.sqrt(prompts), MIN_ERROR)
     t = changes.mean(-1) / error
-    size: NDArray[np.float64] = np.sqrt(degrees * np.log1p(t**2 / degrees)) * (8 * degrees + 1) / (8 * degrees + 3)
-    return np.copysign(size, t)
+    size = np.sqrt(degrees * np.log1p(t**2 / degrees)) * (8 * degrees + 1) / (8 * degrees + 3)
+    score: NDArray[np.float64] = np.copysign(size, t)
+    return score
 
 
 def sequential_boundary(changes: int) -> float:
