@@ -298,11 +298,7 @@ def _sample_and_score(
     pending: deque[tuple[Trajectory, PendingScores]] = deque()
     try:
         for rows in ctx.chunks(len(prompt), unit):
-            rollout = ctx.policy.rollout(select_rows(cond, prompt[rows]), select_rows(rng, rows))
-            if branches > 1:
-                shared = replace(rng, rows=rng.rows[rows] // branches)
-                rollout.set_start(shared.normal(Purpose.INITIAL_NOISE, *ctx.policy.model.shape))
-            sampled = rollout.finish()
+            sampled = _sample_branches(ctx.policy, select_rows(cond, prompt[rows]), select_rows(rng, rows), branches)
             waiting.append((sampled, ctx.policy.decode(sampled.final)))
             if len(rows) and (int(rows[-1]) + 1) % unit:
                 continue
@@ -319,6 +315,15 @@ def _sample_and_score(
     finally:
         for _, scores in pending:
             scores.cancel()
+
+
+def _sample_branches(policy: Policy[Process], cond: Condition, rng: Randomness, branches: int) -> Trajectory:
+    """Sample without gradients; adjacent samples have the same initial noise if there are several branches."""
+    if branches == 1:
+        return policy.sample(cond, rng)
+    rollout, shared = policy.rollout(cond, rng), replace(rng, rows=rng.rows // branches)
+    rollout.set_start(shared.normal(Purpose.INITIAL_NOISE, *policy.model.shape))
+    return rollout.finish()
 
 
 def start_scoring(ctx: Context[Process], pixels: Tensor, cond: Condition, group_size: int) -> PendingScores:
