@@ -236,7 +236,7 @@ def compare_measurements(name: str, since: Sequence[GuardMeasurement], now: Sequ
     """Return the change of a metric between two windows, with the standard error over prompts."""
     before, after = _window_means(name, since), _window_means(name, now)
     error = (after - before).std(ddof=1) / math.sqrt(len(before))
-    return MetricChange(since[0].step, float(before.mean()), float(after.mean()), float(error))
+    return MetricChange(since[0].step, fmean(before), fmean(after), float(error))
 
 
 def _shape(measurement: GuardMeasurement) -> dict[str, int]:
