@@ -75,7 +75,7 @@ def prediction_likelihood(
 
 
 def as_gaussian(policy: Policy[Process]) -> Policy[GaussianProcess]:
-    """The same policy; its process has to be Gaussian, which `find_likelihood_problem` checks before a run."""
+    """The same policy; its process has to be Gaussian, which objectives check in `find_problem` before a run."""
     assert isinstance(policy.process, GaussianProcess)
     return cast(Policy[GaussianProcess], policy)
 

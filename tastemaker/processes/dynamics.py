@@ -102,7 +102,9 @@ class DDIM(SamplerDynamics):
         return Gaussian(ddim_mean(path, step, std), std)
 
 
-Transition = Literal["euler", "exact"]  # Euler-Maruyama adds too much noise in few steps; exact adds what the SDE adds
+# In few steps Euler-Maruyama adds too much noise to samples that are nearly known. The exact transition adds what the
+# SDE adds, but loses the spread of samples that the prediction, fixed within a step, leaves open.
+Transition = Literal["euler", "exact"]
 
 
 class NoiseLevelDynamics(SamplerDynamics):

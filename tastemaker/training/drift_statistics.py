@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 # Probability that a run in which a metric does not change gets a fall of it reported at any of its checks: a fall since
 # the start, and a fall since the best window.
 FALSE_ALARM_START, FALSE_ALARM_BEST = 0.008, 0.002
-# Number of checks after which the boundary of the sequential test is tightest. It holds for any number.
-TYPICAL_CHECKS = 2.0
+# Shape of the boundary of the sequential test: at 2 it is tightest after about 20 checks. It holds for any number.
+BOUNDARY_SHAPE = 2.0
 # Standard scores of the training reward: to have risen, and to have fallen with another metric, which then was not
 # traded for anything. Standard errors of a change between two windows, for reports.
 RISE_SCORE, SLIP_SCORE = 3.0, 2.0
@@ -219,8 +219,8 @@ def sequential_boundary(changes: int) -> float:
     The sum of independent changes is a random walk. This is the normal mixture boundary for it (Robbins 1970; Howard et
     al. 2021, proposition 6), divided by the standard deviation of the sum of so many changes.
     """
-    total = changes + TYPICAL_CHECKS
-    odds = math.sqrt(total / TYPICAL_CHECKS) / (2 * FALSE_ALARM_START)
+    total = changes + BOUNDARY_SHAPE
+    odds = math.sqrt(total / BOUNDARY_SHAPE) / (2 * FALSE_ALARM_START)
     return math.sqrt(2 * total / changes * math.log1p(odds))
 
 
