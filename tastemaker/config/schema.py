@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,11 +105,15 @@ class SampleConfig:
 class GuardConfig:
     """Detection of reward hacking: held-out rewards, diversity and feature drift on fixed prompts."""
 
-    every: NonNegativeInt = 50  # steps; 0 never
-    prompts: Annotated[int, Field(ge=4)] = 16  # with fewer, a change is within the noise
+    every: NonNegativeInt | None = None  # steps; a twelfth of the run, at most 50, if not given; 0 never
+    prompts: Annotated[int, Field(ge=4)] = 64  # with fewer, only a large fall is beyond the noise
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
     patience: PositiveInt = 2  # checks that a drop must last
     stop_on_warning: bool = False  # end the run at a warning
+
+    def interval(self, steps: int) -> int:
+        """Training steps between checks in a run of `steps` steps; 0 if there are none."""
+        return min(50, math.ceil(steps / 12)) if self.every is None else self.every
 
 
 @dataclass(frozen=True)

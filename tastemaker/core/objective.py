@@ -16,7 +16,7 @@ from torch import Tensor
 from .group_selection import PoolSelection, rank_correlation
 from .interruption import Interrupted, current_stop
 from .policy import P, Policy, Process
-from .randomness import Randomness
+from .randomness import Purpose, Randomness
 from .reward import PendingScores, Rubric, Scores
 from .rollout_scope import ROLLOUTS
 from .types import Condition, Loss, PromptBatch, Trajectory, concatenate, select_rows
@@ -260,17 +260,18 @@ class ScoredRollout:
 
 @torch.no_grad()
 def rollout_and_score(
-    ctx: Context[Process], batch: PromptBatch, group_size: int, keep: PoolSelection | None = None
+    ctx: Context[Process], batch: PromptBatch, group_size: int, keep: PoolSelection | None = None, branches: int = 1
 ) -> tuple[Trajectory, Randomness, Scores]:
     """Sample `group_size` images or videos per prompt and score them with the rubric.
 
     The samples of a prompt are adjacent: row i is sample i % group_size of prompt i // group_size. With `keep` they are
-    those of a larger pool with the highest and lowest rewards.
+    those of a larger pool with the highest and lowest rewards. `branches` adjacent samples have the same initial noise:
+    they differ from the first random step on.
     """
     cond, size = ctx.policy.embed(batch.prompts, batch.metadata), keep.pool_size if keep else group_size
     rng, prompt = ctx.rng.repeat(size), torch.arange(len(cond)).repeat_interleave(size)
     if keep is None:
-        trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt, rng, size)))
+        trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt, rng, size, branches)))
         return trajectory, rng, scores
     # A sample depends on its random row only, so that few steps preview the sample that all steps make of that row.
     process = ctx.policy.process.with_num_steps(keep.pool_num_steps)
@@ -286,7 +287,7 @@ def rollout_and_score(
 
 
 def _sample_and_score(
-    ctx: Context[Process], cond: Condition, prompt: Tensor, rng: Randomness, group_size: int
+    ctx: Context[Process], cond: Condition, prompt: Tensor, rng: Randomness, group_size: int, branches: int = 1
 ) -> Iterator[tuple[Trajectory, Scores]]:
     """Yield samples and their scores, one rollout batch after the other; `prompt` is the row of `cond` of each sample.
 
@@ -299,7 +300,7 @@ def _sample_and_score(
     pending: deque[tuple[Trajectory, PendingScores]] = deque()
     try:
         for rows in ctx.chunks(len(prompt), unit):
-            sampled = ctx.policy.sample(select_rows(cond, prompt[rows]), select_rows(rng, rows))
+            sampled = _sample_branches(ctx.policy, select_rows(cond, prompt[rows]), select_rows(rng, rows), branches)
             waiting.append((sampled, ctx.policy.decode(sampled.final)))
             if len(rows) and (int(rows[-1]) + 1) % unit:
                 continue
@@ -316,6 +317,15 @@ def _sample_and_score(
     finally:
         for _, scores in pending:
             scores.cancel()
+
+
+def _sample_branches(policy: Policy[Process], cond: Condition, rng: Randomness, branches: int) -> Trajectory:
+    """Sample without gradients; adjacent samples have the same initial noise if there are several branches."""
+    if branches == 1:
+        return policy.sample(cond, rng)
+    rollout, shared = policy.rollout(cond, rng), replace(rng, rows=rng.rows // branches)
+    rollout.set_start(shared.normal(Purpose.INITIAL_NOISE, *policy.model.shape))
+    return rollout.finish()
 
 
 def start_scoring(ctx: Context[Process], pixels: Tensor, cond: Condition, group_size: int) -> PendingScores:

@@ -6,19 +6,20 @@ Objectives on the forward process (AWM, V-GRPO, EPG, RAM, DGPO, CRD) differ in t
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from ..core.distributions import expand_dims_like
 from ..core.guidance import without_guidance
-from ..core.policy import Policy
+from ..core.policy import Policy, Process
 from ..core.types import Condition, Corrupted
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import NoisePath
 
 LikelihoodKind = Literal["uniform", "t", "t2", "huber", "ghuber", "adaptive", "adaptive_v", "elbo"]
+SampleLikelihood = Literal["output", LikelihoodKind]  # output: that of the process, the only one of tokens
 MIN_ABS_ERROR = 1e-5  # of the self-normalized kinds
 HUBER_EPS = 1e-10  # added to squared errors before a root
 
@@ -50,6 +51,33 @@ def denoising_likelihood(
     """Likelihood of samples `clean` [B, ...] given their corruption, without guidance: [B] float64."""
     level = velocity_level(policy.process.path, noisy.t)
     return error_likelihood(predict_clean(policy, cond, noisy), clean, level, kind, ghuber_power)
+
+
+def sample_likelihood(
+    policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted, kind: SampleLikelihood
+) -> Tensor:
+    """Log-likelihood of samples given their corruption, without guidance: [B].
+
+    `output` is that of the process: on diffusion models, minus the squared error of the network's output.
+    """
+    if kind == "output":
+        return policy.likelihood(cond, x, noisy)
+    return denoising_likelihood(as_gaussian(policy), cond, x, noisy, kind).float()
+
+
+def prediction_likelihood(
+    path: NoisePath, prediction: Tensor, x: Tensor, noisy: Corrupted, kind: SampleLikelihood
+) -> Tensor:
+    """`sample_likelihood` of samples [B, ...] by the clean samples that a network predicts: [B]."""
+    if kind == "output":
+        return -path.output_error_weight(noisy.t) * ((prediction - x) ** 2).flatten(1).mean(1)
+    return error_likelihood(prediction, x, velocity_level(path, noisy.t), kind).float()
+
+
+def as_gaussian(policy: Policy[Process]) -> Policy[GaussianProcess]:
+    """The same policy; its process has to be Gaussian, which objectives check in `find_problem` before a run."""
+    assert isinstance(policy.process, GaussianProcess)
+    return cast(Policy[GaussianProcess], policy)
 
 
 def error_likelihood(

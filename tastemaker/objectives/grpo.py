@@ -48,6 +48,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     trust: TrustRegion = "clip"
     # Largest KL (kl: 1e-5) or change of a token's probability (binary_tv: 0.1), scale of penalties (drpo, spo: 0.2)
     trust_threshold: float | None = None
+    # Samples of a prompt with the same initial noise: they branch at the one SDE step of a window of size 1, and only
+    # branches are compared with each other, so that their rewards are credited to that step (TempFlow-GRPO).
+    branches: int = 1
     time_weighting: Literal["uniform", "noise"] = "uniform"  # noise: steps weigh by their noise, as in TempFlow-GRPO
     kl_coef: float = 0.0
     kl_estimator: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
@@ -83,6 +86,10 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         valid = self.kl_coef >= 0 and self.advantage_clip > 0
         require_settings(self, "kl_coef advantage_clip", valid, "kl_coef of at least 0 and advantage_clip above 0")
 
+        relative = self.branches == 1 or self.advantage not in ("global", "tracker")
+        valid = self.branches >= 1 and self.group_size % self.branches == 0 and relative
+        expected = "branches that divide group_size, and with more than one an advantage within groups"
+        require_settings(self, "branches group_size advantage", valid, expected)
         valid = self.trust_threshold is None or self.trust_threshold > 0
         require_settings(self, "trust_threshold", valid, "a number above 0, or null for the default")
         if self.trust == "ratio_norm" and self.time_weighting == "noise":
@@ -105,7 +112,22 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return ("reference",) if self.kl_coef or self.confidence_clip else ()
 
     def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
-        return self.find_token_problem(process, shape) or self.find_trust_problem(process)
+        problem = self.find_token_problem(process, shape) or self.find_trust_problem(process)
+        return problem or self.find_branch_problem(process)
+
+    def find_branch_problem(self, process: Process) -> str | None:
+        """Why trajectories cannot branch at one step of this process; None if they can."""
+        if self.branches == 1:
+            return None
+        if not isinstance(process, GaussianProcess):
+            return "objective.branches: tokens have no initial noise to branch from; set objective.branches=1 [TM2201]"
+        size = process.window.size if process.window else process.num_steps
+        if size == 1:
+            return None
+        return (
+            f"objective.branches is {self.branches}, but {size} sampling steps are random; expected one, at which "
+            "samples branch; set process.window.size=1, or objective.branches=1 [TM2202]"
+        )
 
     def find_token_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
         """Why GCPO's settings do not work with samples of this process and shape; None if they do."""
@@ -148,11 +170,11 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return NoState()
 
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
-        if self.trust in NEEDS_LATENTS:
-            policy = replace(ctx.policy, process=ctx.policy.process.with_action_means())
-            trajectory, rng, scores = rollout_and_score(replace(ctx, policy=policy), batch, self.group_size)
-        else:
-            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
+        needs_means = self.trust in NEEDS_LATENTS
+        process = ctx.policy.process.with_action_means() if needs_means else ctx.policy.process
+        sampling = replace(ctx, policy=replace(ctx.policy, process=process))
+        trajectory, rng, scores = rollout_and_score(sampling, batch, self.group_size, branches=self.branches)
+        compared = self.branches if self.branches > 1 else self.group_size
 
         def compute_advantages(reward: Tensor) -> Tensor:
             return relative_advantages(
@@ -160,7 +182,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
                 trajectory.cond.prompts,
                 reward,
                 self.advantage,
-                self.group_size,
+                compared,
                 self.advantage_eps,
                 self.unbiased_std,
             )

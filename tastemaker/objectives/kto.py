@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.objective import Context, Objective, drop_prompts, require_settings, rollout_and_score
-from ..core.policy import Process
+from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
-from ..core.types import Condition, LikeBatch, Loss, PromptBatch, select_rows
+from ..core.types import Condition, Corrupted, LikeBatch, Loss, PromptBatch, select_rows
+from ..processes.gaussian import GaussianProcess
+from .denoising_likelihood import (
+    SampleLikelihood,
+    as_gaussian,
+    predict_clean,
+    prediction_likelihood,
+    sample_likelihood,
+    velocity_distance,
+    velocity_level,
+)
 
 Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
 ReferencePoint = Literal["batch", "mismatched", "zero"]
@@ -62,12 +72,28 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
     reference_point: ReferencePoint = "batch"
     num_timesteps: int = 1  # corruptions of each sample, the same in every epoch
     shared_noise: bool = False  # one timestep and noise for the whole batch
+    # Log-likelihood of diffusion models. output: the published one, which sees little of high noise levels on networks
+    # that predict noise; adaptive and others: errors of predicted clean samples, as in elbo_grpo, with a beta near 10
+    likelihood: SampleLikelihood = "output"
+    kl_coef: float = 0.0  # weight of the squared distance of velocities to the reference's, on diffusion models
 
     def __post_init__(self) -> None:
         weights = self.like_weight, self.dislike_weight
         valid = self.beta > 0 and min(weights) >= 0 and max(weights) > 0 and self.num_timesteps >= 1
         expected = "beta above 0, weights of at least 0 that are not both 0, and at least one timestep"
         require_settings(self, "beta like_weight dislike_weight num_timesteps", valid, expected)
+        require_settings(self, "kl_coef", self.kl_coef >= 0, "a number of at least 0")
+
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        if isinstance(process, GaussianProcess) or (self.likelihood == "output" and not self.kl_coef):
+            return None
+        return (
+            f"objective.likelihood is {self.likelihood} and objective.kl_coef {self.kl_coef}, which compare denoised "
+            "samples, but this model generates tokens; set objective.likelihood=output and objective.kl_coef=0 [TM2200]"
+        )
+
+    def without_kl(self) -> Self | None:
+        return replace(self, kl_coef=0.0) if self.kl_coef else None
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
@@ -78,18 +104,33 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
     def loss(self, ctx: Context[Process], experience: LabeledSamples, part: int) -> Loss:
         """The loss at one corruption. The reference point is that of the weights at the start of the step."""
         noisy = ctx.policy.corrupt(experience.x, experience.rng, draw=part)
-        gain = ctx.policy.likelihood(experience.cond, experience.x, noisy) - experience.reference[:, part]
+        likelihood, kl = self._likelihood_and_kl(ctx.policy, experience.cond, experience.x, noisy)
+        gain = likelihood - experience.reference[:, part]
         liked, z = experience.liked, experience.reference_point
         weight = torch.where(liked, self.like_weight, self.dislike_weight) * experience.weight
         rows = weight * kto_loss(gain, z, liked, self.beta, self.utility)
+        if kl is not None:
+            rows = rows + self.kl_coef * kl
         gain = gain.detach()
         metrics = {
             "accuracy": ((gain > z) == liked).float(),
             "log_ratio": gain,
             "log_ratio/signed": torch.where(liked, gain, -gain),
             "reference_point": z,
+            **({} if kl is None else {"kl": kl.detach()}),
         }
         return Loss(rows / self.num_timesteps, metrics)
+
+    def _likelihood_and_kl(
+        self, policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.kl_coef:
+            return sample_likelihood(policy, cond, x, noisy, self.likelihood), None
+        with torch.no_grad(), policy.weights.use("reference"):
+            reference = predict_clean(as_gaussian(policy), cond, noisy)
+        prediction, path = predict_clean(as_gaussian(policy), cond, noisy), as_gaussian(policy).process.path
+        distance = velocity_distance(prediction, reference, velocity_level(path, noisy.t)).float()
+        return prediction_likelihood(path, prediction, x, noisy, self.likelihood), distance
 
     def compare_with_reference(
         self, ctx: Context[Process], cond: Condition, x: Tensor, liked: Tensor, rng: Randomness
@@ -116,7 +157,7 @@ class LabelObjective(Objective[Process, LikeBatch | PromptBatch, LabeledSamples,
 
         def likelihood(rows: Tensor, draw: int) -> Tensor:
             chunk = select_rows((cond, x, rng), rows)
-            return policy.likelihood(*chunk[:2], policy.corrupt(*chunk[1:], draw=draw))
+            return sample_likelihood(policy, *chunk[:2], policy.corrupt(*chunk[1:], draw=draw), self.likelihood)
 
         with torch.no_grad():
             columns = [torch.cat([likelihood(r, k) for r in ctx.chunks(len(x))]) for k in range(self.num_timesteps)]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.objective import Context, Objective, require_settings, rollout_and_score
-from ..core.types import Loss, PreferenceBatch, PromptBatch
+from ..core.policy import Policy
+from ..core.types import Corrupted, Loss, PreferenceBatch, PromptBatch
 from ..processes.gaussian import GaussianProcess
+from .denoising_likelihood import (
+    SampleLikelihood,
+    predict_clean,
+    prediction_likelihood,
+    sample_likelihood,
+    velocity_distance,
+    velocity_level,
+)
 from .dpo import NoiseSharing, PreferenceExperience, corrupt_pair, encode_pairs, pair_best_with_worst
 
 
@@ -24,10 +33,29 @@ def odds_score(error: Tensor, scale: float) -> Tensor:
     return torch.where(x > 0, safe * torch.exp(-safe) / -torch.expm1(-safe), 1 - x / 2)
 
 
-def mapo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin_scale: float, error_scale: float) -> Tensor:
-    """e_w - beta log sigmoid(T (f(e_w) - f(e_l))), of the errors of the chosen and the rejected sample: [B]."""
-    margin = margin_scale * (odds_score(chosen, error_scale) - odds_score(rejected, error_scale))
+def mapo_loss(
+    chosen: Tensor, rejected: Tensor, beta: float, margin_scale: float, error_scale: float, offset: Tensor | float = 0.0
+) -> Tensor:
+    """e_w - beta log sigmoid(T (f(e_w) - f(e_l) - offset)), of the errors of the chosen and the rejected sample: [B].
+
+    The published margin has no offset. That of the reference is f(e_w) - f(e_l) of its errors.
+    """
+    margin = margin_scale * (odds_score(chosen, error_scale) - odds_score(rejected, error_scale) - offset)
     return chosen - beta * F.logsigmoid(margin)
+
+
+def mean_velocity_distance(
+    policy: Policy[GaussianProcess],
+    predictions: Sequence[Tensor],
+    references: Sequence[Tensor],
+    noisy: Sequence[Corrupted],
+) -> Tensor:
+    """Squared distance of the velocities of two networks, mean over the samples of a pair: [B]."""
+    distances = [
+        velocity_distance(prediction, reference, velocity_level(policy.process.path, each.t))
+        for prediction, reference, each in zip(predictions, references, noisy, strict=True)
+    ]
+    return torch.stack(distances).mean(0).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +67,75 @@ class PairObjective(Objective[GaussianProcess, PreferenceBatch | PromptBatch, Pr
     error_scale: float = 0.5  # c, `snr_value` in the published code
     noise_sharing: NoiseSharing = "shared"
     num_timesteps: int = 1  # corruptions of each pair
+    # Minus the error. output: that of the network's output, as published; others: of predicted clean samples, as in
+    # elbo_grpo. Their scale is that of their values, so choose a margin_scale with them.
+    likelihood: SampleLikelihood = "output"
+    # Compare the margin with that of the reference. Without, it measures which image is easier to predict, and half of
+    # the model's own pairs keep their full gradient forever; pairs of real images were published without.
+    reference_margin: bool = False
+    kl_coef: float = 0.0  # weight of the squared distance of velocities to the reference's
     needs: ClassVar[type] = GaussianProcess
 
     def __post_init__(self) -> None:
         valid = self.beta >= 0 and min(self.margin_scale, self.error_scale) > 0 and self.num_timesteps >= 1
         expected = "beta of at least 0, scales above 0 and at least one timestep"
         require_settings(self, "beta margin_scale error_scale num_timesteps", valid, expected)
+        require_settings(self, "kl_coef", self.kl_coef >= 0, "a number of at least 0")
+
+    def snapshots(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl_coef or self.reference_margin else ()
+
+    def without_kl(self) -> Self | None:
+        return replace(self, kl_coef=0.0) if self.kl_coef else None
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         return range(self.num_timesteps)
 
     def loss(self, ctx: Context[GaussianProcess], experience: PreferenceExperience, part: int) -> Loss:
-        """The loss at one corruption of each pair; the error is that of the network's output."""
+        """The loss at one corruption of each pair."""
         policy = ctx.policy
         draw = ctx.epoch * self.num_timesteps + part
         noisy = corrupt_pair(policy, experience, self.noise_sharing, draw)
-        chosen, rejected = (
-            -policy.likelihood(experience.cond, x, each)
-            for x, each in zip((experience.chosen, experience.rejected), noisy, strict=True)
-        )
-        rows = mapo_loss(chosen, rejected, self.beta, self.margin_scale, self.error_scale) * experience.weight
+        samples = experience.chosen, experience.rejected
+        offset: Tensor | float = 0.0
+        kl: Tensor | None = None
+        if self.snapshots():
+            with torch.no_grad(), policy.weights.use("reference"):
+                references = [predict_clean(policy, experience.cond, each) for each in noisy]
+            predictions = [predict_clean(policy, experience.cond, each) for each in noisy]
+            chosen, rejected = self._errors(policy, predictions, samples, noisy)
+            kl = mean_velocity_distance(policy, predictions, references, noisy)
+            if self.reference_margin:
+                good, bad = self._errors(policy, references, samples, noisy)
+                offset = odds_score(good, self.error_scale) - odds_score(bad, self.error_scale)
+        else:
+            chosen, rejected = (
+                -sample_likelihood(policy, experience.cond, x, each, self.likelihood)
+                for x, each in zip(samples, noisy, strict=True)
+            )
+        rows = mapo_loss(chosen, rejected, self.beta, self.margin_scale, self.error_scale, offset)
+        rows = (rows if kl is None else rows + self.kl_coef * kl) * experience.weight
         metrics = {
             "accuracy": (chosen < rejected).float(),
             "margin": (rejected - chosen).detach(),
             "log_likelihood": -chosen.detach(),
+            **({} if kl is None else {"kl": kl.detach()}),
         }
         return Loss(rows / self.num_timesteps, metrics)
+
+    def _errors(
+        self,
+        policy: Policy[GaussianProcess],
+        predictions: Sequence[Tensor],
+        samples: tuple[Tensor, Tensor],
+        noisy: tuple[Corrupted, Corrupted],
+    ) -> tuple[Tensor, Tensor]:
+        """Errors of the chosen and the rejected samples by predicted clean samples: [B] each."""
+        chosen, rejected = (
+            -prediction_likelihood(policy.process.path, prediction, x, each, self.likelihood)
+            for prediction, x, each in zip(predictions, samples, noisy, strict=True)
+        )
+        return chosen, rejected
 
 
 @dataclass(frozen=True, kw_only=True)

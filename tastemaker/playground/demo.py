@@ -149,7 +149,7 @@ class DemoTimer:
             return None
         others = (
             (SamplesGenerated, config.sample.every, config.sample.count),
-            (GuardChecked, config.guard.every, config.guard.prompts * config.guard.samples_per_prompt),
+            (GuardChecked, config.guard.interval(config.steps), config.guard.prompts * config.guard.samples_per_prompt),
             (CheckpointSaved, config.checkpoint.every, 0),
         )
         total = len(left) * step

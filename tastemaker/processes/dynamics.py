@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,16 @@ def euler_maruyama_step(step: DenoisingStep, g: Tensor) -> Gaussian:
     drift = g**2 / (2 * t)
     mean = x * expand_dims_like(1 + drift * dt, x) + velocity * expand_dims_like((1 + drift * (1 - t)) * dt, x)
     return Gaussian(mean, g * (-dt).sqrt())
+
+
+def exact_step(path: NoisePath, step: DenoisingStep, noise_kept: Tensor) -> Gaussian:
+    """The same SDE solved exactly while the predicted clean sample stays as it is (Precise, Zou et al. 2026).
+
+    With x = (1 - u) clean + u noise, the noise is an Ornstein-Uhlenbeck process of variance 1. From level t to level s,
+    the share `noise_kept` = exp(-integral from s to t of g(u)^2 / (2 u^2) du) of it is left, and the rest is new.
+    """
+    std = path.sigma(step.s) * (1 - noise_kept**2).clamp(min=0).sqrt()
+    return Gaussian(ddim_mean(path, step, std), std)
 
 
 class SamplerDynamics(ABC):
@@ -92,6 +102,11 @@ class DDIM(SamplerDynamics):
         return Gaussian(ddim_mean(path, step, std), std)
 
 
+# In few steps Euler-Maruyama adds too much noise to samples that are nearly known. The exact transition adds what the
+# SDE adds, but loses the spread of samples that the prediction, fixed within a step, leaves open.
+Transition = Literal["euler", "exact"]
+
+
 class NoiseLevelDynamics(SamplerDynamics):
     """Dynamics on rectified flow whose noise is scaled by `noise_level`."""
 
@@ -112,11 +127,18 @@ class NoiseLevelDynamics(SamplerDynamics):
 
 @dataclass(frozen=True)
 class FlowSDE(NoiseLevelDynamics):
-    """Flow-GRPO and MixGRPO: g = noise_level * sqrt(t / (1 - t)), with 1 - t of the second timestep when t is 1."""
+    """Flow-GRPO and MixGRPO: g = noise_level * sqrt(t / (1 - t)), with 1 - t of the second timestep when t is 1.
+
+    The exact transition needs no such exception: the first step replaces all noise.
+    """
 
     noise_level: float = 0.7
+    transition: Transition = "euler"
 
     def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        if self.transition == "exact":
+            odds_ratio = step.s * (1 - step.t) / (step.t * (1 - step.s))
+            return exact_step(path, step, odds_ratio ** (self.noise_level**2 / 2))
         t_below_1 = torch.where(step.t >= 1, torch.full_like(step.t, step.second_timestep), step.t)
         return euler_maruyama_step(step, self.noise_level * (step.t / (1 - t_below_1)).sqrt())
 
@@ -126,8 +148,12 @@ class DanceSDE(NoiseLevelDynamics):
     """DanceGRPO: g is constant."""
 
     noise_level: float = 0.3
+    transition: Transition = "euler"
 
     def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        if self.transition == "exact":
+            exponent = 1 / step.s.clamp(min=1e-6) - 1 / step.t
+            return exact_step(path, step, torch.exp(-(self.noise_level**2) / 2 * exponent))
         return euler_maruyama_step(step, torch.full_like(step.t, self.noise_level))
 
 

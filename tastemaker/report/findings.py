@@ -59,7 +59,7 @@ def fit_trend(curve: Curve) -> Trend | None:
 def reward_change(record: RunRecord) -> MetricChange | Trend | None:
     """Return how the training reward changed: on the guard's fixed prompts if measured, otherwise along the curve.
 
-    The guard compares the same prompts from the same noise, so its comparison is more sensitive than the curve, whose
+    The guard compares the same prompts, so its comparison is more sensitive than the curve, whose
     steps have different prompts and whose first steps have already learned.
     """
     trend = fit_trend(record.curve("reward/mean"))

@@ -1,9 +1,9 @@
-"""Statistics of the guard: its measurements, and the test for reward hacking.
+"""Statistics of the guard: its measurements, and the sequential test for reward hacking.
 
-Every measurement uses the same prompts and the same noise, so measurements are compared prompt by prompt, and the
-spread of the changes between prompts gives the standard error of their mean (a paired t statistic). A change counts if
-it is significant, large enough to matter, and lasts: the mean of the last `patience` measurements is compared with the
-first measurement, and with the best earlier window of as many measurements.
+Every measurement uses the same prompts and new noise. Measurements are compared prompt by prompt, and the spread of the
+changes between prompts gives the standard error of their mean (a paired t statistic). A change counts if it is
+significant, large enough to matter, and lasts. Significance is that of all measurements together: a slow fall adds up
+although no single measurement shows it. The thresholds hold for all checks of a run at once, however many there are.
 """
 
 from __future__ import annotations
@@ -11,15 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean
 from typing import Any
 
-# Significance in standard errors: of a rise or fall since the start, and of a fall since the best window, which was
-# chosen for being high. A reward that fell by SLIP_ERRORS in the meantime was not traded for anything.
-RISE_ERRORS, FALL_ERRORS, FALL_FROM_BEST_ERRORS, SLIP_ERRORS = 3.0, 3.5, 5.0, 2.0
-# Falls that matter: of a held-out reward in standard deviations of single samples (for a yes/no reward, at most an
-# eighth of all samples), of the others as fractions of themselves.
-SCORE_FALL, DIVERSITY_FALL, VARIETY_FALL = 0.25, 0.25, 0.1
+import numpy as np
+from numpy.typing import NDArray
+
+# Probability that a run in which a metric does not change gets a fall of it reported at any of its checks: a fall since
+# the start, and a fall since the best window.
+FALSE_ALARM_START, FALSE_ALARM_BEST = 0.008, 0.002
+# Shape of the boundary of the sequential test: at 2 it is tightest after about 20 checks. It holds for any number.
+BOUNDARY_SHAPE = 2.0
+# Standard scores of the training reward: to have risen, and to have fallen with another metric, which then was not
+# traded for anything. Standard errors of a change between two windows, for reports.
+RISE_SCORE, SLIP_SCORE = 3.0, 2.0
+RISE_ERRORS, FALL_ERRORS = 3.0, 3.5
+# Falls that matter: of a held-out reward in standard deviations of single samples (for a yes/no reward, at most a
+# tenth of all samples), of the others as fractions of themselves.
+SCORE_FALL, DIVERSITY_FALL, VARIETY_FALL = 0.2, 0.25, 0.1
+MIN_ERROR = 1e-12  # of means that are equal but for rounding
 COLLAPSED_SHARE = 0.2  # at most this fraction of the diversity is left after a collapse
 FROZEN_SHARE = 0.5  # at most this fraction of motion and of frame distance is left when videos freeze
 REWARD_PREFIX = "rewards/"
@@ -56,11 +66,7 @@ class MetricChange:
 
     @property
     def fell(self) -> bool:
-        return self.fell_by_errors(FALL_ERRORS)
-
-    def fell_by_errors(self, errors: float) -> bool:
-        """Return whether the metric fell by more than `errors` standard errors."""
-        return self.before - self.after > errors * self.standard_error
+        return self.before - self.after > FALL_ERRORS * self.standard_error
 
     def __str__(self) -> str:
         return f"from {self.before:.3g} to {self.after:.3g} since step {self.since_step}"
@@ -101,9 +107,10 @@ class GuardHistory:
         if len(self.measurements) <= self.patience:
             return None
         reward = self._change("reward/mean", self.measurements[:1])
+        rose = self._score_since_start("reward/mean") > RISE_SCORE
         candidates = (*map(self._held_out_fall, self.held_out), self._diversity_fall(), self._motion_fall())
         falls = [sentence for sentence in candidates if sentence]
-        if not reward.rose or not falls:
+        if not rose or not falls:
             return None
         drifts = [phrase for name in DRIFT_THRESHOLDS if (phrase := self._feature_drift(name))]
         note = f" (image statistics changed too: {', '.join(drifts)})" if drifts else ""
@@ -148,11 +155,21 @@ class GuardHistory:
 
     def _falls(self, name: str) -> Iterator[tuple[Sequence[GuardMeasurement], MetricChange]]:
         """Yield significant falls since the best window and since the start, unless the reward fell as well."""
-        for since, errors in ((self._best_window(name), FALL_FROM_BEST_ERRORS), (self.measurements[:1], FALL_ERRORS)):
-            change = self._change(name, since)
-            # What falls together with the reward was not traded for it: the run fails, but it does not hack.
-            if change.fell_by_errors(errors) and not self._change("reward/mean", since).fell_by_errors(SLIP_ERRORS):
-                yield since, change
+        # What falls together with the reward was not traded for it: the run fails, but it does not hack.
+        start, best, changes = self.measurements[:1], self._best_window(name), len(self.measurements) - 1
+        fell = self._score_since(name, best) < -best_window_boundary(changes)
+        if fell and self._score_since("reward/mean", best) > -SLIP_SCORE:
+            yield best, self._change(name, best)
+        fell = self._score_since_start(name) < -sequential_boundary(changes)
+        if fell and self._score_since_start("reward/mean") > -SLIP_SCORE:
+            yield start, self._change(name, start)
+
+    def _score_since_start(self, name: str) -> float:
+        return float(cumulative_score(np.array([each.per_prompt[name] for each in self.measurements])))
+
+    def _score_since(self, name: str, since: Sequence[GuardMeasurement]) -> float:
+        now = self.measurements[-self.patience :]
+        return float(student_score(_window_means(name, now) - _window_means(name, since)))
 
     def _feature_drift(self, name: str) -> str | None:
         if name not in self.measurements[0].per_prompt:
@@ -163,25 +180,70 @@ class GuardHistory:
 
     def _best_window(self, name: str) -> Sequence[GuardMeasurement]:
         earlier, width = self.measurements[: -self.patience], self.patience
-        windows = [earlier[:1], *(earlier[i : i + width] for i in range(len(earlier) - width + 1))]
-        return max(windows, key=lambda window: fmean(each.mean(name) for each in window))
+        means = np.array([each.per_prompt[name] for each in earlier]).mean(1)
+        windows = [means[:1].mean(), *(means[i : i + width].mean() for i in range(len(earlier) - width + 1))]
+        best = int(np.argmax(windows))
+        return earlier[best - 1 : best - 1 + width] if best else earlier[:1]
 
     def _change(self, name: str, since: Sequence[GuardMeasurement]) -> MetricChange:
         return compare_measurements(name, since, self.measurements[-self.patience :])
 
 
+def cumulative_score(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard score of all changes of a metric so far, of K measurements of P prompts: [..., K, P] to [...].
+
+    Each measurement is compared with the mean of all before it. These differences (recursive residuals; Brown, Durbin
+    and Evans 1975) are independent and of equal variance in a run without a change, and are added up.
+    """
+    checks = np.arange(1, values.shape[-2])[:, None]
+    earlier = values.cumsum(-2)[..., :-1, :] / checks
+    return student_score(((values[..., 1:, :] - earlier) * np.sqrt(checks / (checks + 1))).sum(-2))
+
+
+def student_score(changes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """t statistic of the changes of P prompts, as the standard score of the same significance: [..., P] to [...].
+
+    Few prompts have large t statistics by chance, and few large standard scores (approximation of Wallace 1959).
+    """
+    prompts, degrees = changes.shape[-1], changes.shape[-1] - 1
+    error = np.maximum(changes.std(-1, ddof=1) / math.sqrt(prompts), MIN_ERROR)
+    t = changes.mean(-1) / error
+    size = np.sqrt(degrees * np.log1p(t**2 / degrees)) * (8 * degrees + 1) / (8 * degrees + 3)
+    score: NDArray[np.float64] = np.copysign(size, t)
+    return score
+
+
+def sequential_boundary(changes: int) -> float:
+    """The cumulative score that a run without a change exceeds at none of its checks, but for FALSE_ALARM_START.
+
+    The sum of independent changes is a random walk. This is the normal mixture boundary for it (Robbins 1970; Howard et
+    al. 2021, proposition 6), divided by the standard deviation of the sum of so many changes.
+    """
+    total = changes + BOUNDARY_SHAPE
+    odds = math.sqrt(total / BOUNDARY_SHAPE) / (2 * FALSE_ALARM_START)
+    return math.sqrt(2 * total / changes * math.log1p(odds))
+
+
+def best_window_boundary(changes: int) -> float:
+    """The score of a fall since the best of at most `changes` windows, at false alarms of FALSE_ALARM_BEST in a run.
+
+    Bonferroni over the windows, and over all checks with the weights 1 / (k (k + 1)), whose sum is 1.
+    """
+    return -NormalDist().inv_cdf(FALSE_ALARM_BEST / (changes**2 * (changes + 1)))
+
+
 def compare_measurements(name: str, since: Sequence[GuardMeasurement], now: Sequence[GuardMeasurement]) -> MetricChange:
     """Return the change of a metric between two windows, with the standard error over prompts."""
     before, after = _window_means(name, since), _window_means(name, now)
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    error = stdev(differences) / math.sqrt(len(differences))
-    return MetricChange(since[0].step, fmean(before), fmean(after), error)
+    error = (after - before).std(ddof=1) / math.sqrt(len(before))
+    return MetricChange(since[0].step, fmean(before), fmean(after), float(error))
 
 
 def _shape(measurement: GuardMeasurement) -> dict[str, int]:
     return {name: len(values) for name, values in measurement.per_prompt.items()}
 
 
-def _window_means(name: str, window: Sequence[GuardMeasurement]) -> list[float]:
-    """Return the mean of a metric over a window of measurements for each prompt."""
-    return [fmean(values) for values in zip(*(each.per_prompt[name] for each in window), strict=True)]
+def _window_means(name: str, window: Sequence[GuardMeasurement]) -> NDArray[np.float64]:
+    """Return the mean of a metric over a window of measurements for each prompt: [P]."""
+    means: NDArray[np.float64] = np.array([each.per_prompt[name] for each in window]).mean(0)
+    return means

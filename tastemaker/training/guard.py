@@ -25,10 +25,10 @@ LUMA = (0.299, 0.587, 0.114)
 
 @torch.no_grad()
 def run_guard(run: Run, step: int) -> GuardChecked:
-    """Sample the fixed prompts, record rewards and image statistics, and return a warning if they drift."""
+    """Sample the fixed prompts with new noise, record rewards and image statistics, and warn if they drift."""
     batch = run.fixed_prompts(run.guard.prompts)
     with run.engine.autocast(), run.use_sample_weights():
-        values, thumbnails = measure_samples(run, batch)
+        values, thumbnails = measure_samples(run, batch, step)
     prompts = run.guard.prompts
     per_prompt = {name: value.view(prompts, -1).mean(1) for name, value in values.items()}
     per_prompt |= sample_diversity(thumbnails.view(prompts, run.guard.samples_per_prompt, -1), batch.prompts)
@@ -38,21 +38,24 @@ def run_guard(run: Run, step: int) -> GuardChecked:
     return GuardChecked(step, measurement.means(), run.guard_history.hacking_warning())
 
 
-def measure_samples(run: Run, batch: PromptBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """Generate and measure samples on all ranks; return rewards and statistics [N] each, and thumbnails [N, D]."""
+def measure_samples(run: Run, batch: PromptBatch, step: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Generate and measure samples on all ranks; return rewards and statistics [N] each, and thumbnails [N, D].
+
+    Every step has its own noise: the same noise would show the same accidents again, and measurements would not add up.
+    """
     comm, count = run.engine.data_parallel, len(batch) * run.guard.samples_per_prompt
     share = -(-count // comm.world_size)  # equal on every rank, so that all make the same calls
     indices = torch.arange(comm.rank * share, (comm.rank + 1) * share) % count
     chunks = torch.split(indices, run.batch.rollout_batch_size or share)
-    values = concatenate([_measure_chunk(run, batch, chunk) for chunk in chunks])
+    values = concatenate([_measure_chunk(run, batch, chunk, step * count) for chunk in chunks])
     thumbnails = values.pop(THUMBNAILS)
     table = comm.gather(torch.stack(list(values.values()), 1))[:count].cpu()
     return dict(zip(values, table.unbind(1), strict=True)), comm.gather(thumbnails)[:count].cpu()
 
 
-def _measure_chunk(run: Run, batch: PromptBatch, indices: Tensor) -> dict[str, Tensor]:
+def _measure_chunk(run: Run, batch: PromptBatch, indices: Tensor, first_row: int) -> dict[str, Tensor]:
     chunk = select_rows(batch, indices // run.guard.samples_per_prompt)
-    rng = Randomness(run.seed, GUARD_STEP, indices.to(run.engine.device))
+    rng = Randomness(run.seed, GUARD_STEP, first_row + indices.to(run.engine.device))
     final = run.policy.sample(run.policy.embed(chunk.prompts, chunk.metadata), rng).final
     pixels = run.policy.decode(final).float().clamp(0, 1)
     scores = run.rubric.pointwise().score(pixels, chunk.prompts, chunk.metadata)

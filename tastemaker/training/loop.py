@@ -52,7 +52,7 @@ def train(run: Run) -> Iterator[Event]:
                 launched = train_step(run, step)
                 done, stop_reason = step + 1, ""
                 sample_due = is_due(done, run.sample.every, run.steps)
-                guard_due = guard_enabled(run) and is_due(done, run.guard.every, run.steps)
+                guard_due = guard_enabled(run) and is_due(done, run.guard.interval(run.steps), run.steps)
                 checkpoint_due = is_due(done, run.checkpoint.every, run.steps)
                 last = done == run.steps
                 yield from metrics.push(launched, wait=sample_due or guard_due or checkpoint_due or last)
@@ -231,7 +231,7 @@ def is_due(done: int, every: int, steps: int) -> bool:
 
 def guard_enabled(run: Run) -> bool:
     """Return whether the guard runs; it needs rewards to compare."""
-    return bool(run.guard.every and run.rubric.rewards)
+    return bool(run.guard.interval(run.steps) and run.rubric.rewards)
 
 
 def guard_notes(run: Run) -> tuple[str, ...]:
@@ -239,8 +239,8 @@ def guard_notes(run: Run) -> tuple[str, ...]:
     if not run.rubric.rewards:
         return ()
     advice = "add a reward with weight 0, such as 'rewards.aesthetic={type: aesthetic, weight: 0}'"
-    if not run.guard.every:
-        return ("the guard is off, so reward hacking is not detected; set for example guard.every=50",)
+    if run.guard.every == 0:
+        return ("the guard is off, so reward hacking is not detected; remove guard.every=0",)
     if not run.guard_history.held_out:
         return (f"no reward is held out, so the guard can only detect a loss of diversity; {advice}",)
     return ()

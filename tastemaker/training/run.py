@@ -28,7 +28,7 @@ from .drift_statistics import GuardHistory
 from .engine import Engine
 
 AnyObjective = Objective[Any, Any, Any, Any]
-SAMPLE_STEP, GUARD_STEP = -1, -2  # step numbers of the noise of samples and of the guard, the same at every call
+SAMPLE_STEP, GUARD_STEP = -1, -2  # step numbers of the noise of samples, the same at every call, and of the guard
 
 
 class GuardState(SealedModel):

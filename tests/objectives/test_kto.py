@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tastemaker.core.objective import SingleProcess
 from tastemaker.core.randomness import Randomness
-from tastemaker.core.types import Condition, LikeBatch, select_rows
+from tastemaker.core.types import Condition, Corrupted, LikeBatch, select_rows
 from tastemaker.core.weights import FrozenCopyFinetuning
+from tastemaker.objectives.denoising_likelihood import prediction_likelihood
 from tastemaker.objectives.kto import KTO, LabeledSamples, OnlineKTO, kto_loss
 
 LIVE = torch.tensor([-1.0, -2.5, -0.3, -4.0], dtype=torch.float64)  # log-likelihoods of four samples
@@ -137,6 +138,54 @@ def test_first_loss_is_one_half_and_its_gradient_that_of_signed_likelihoods(name
     assert isinstance(signed, Tensor)
     gradient, expected = toys.gradient(policy, losses.sum()), toys.gradient(policy, -0.8 / 4 / 2 * signed.sum())
     torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["flow", "epsilon"])
+def test_likelihood_by_predictions_is_that_of_outputs_and_anchor_starts_at_zero(name: str) -> None:
+    """With an anchor, one prediction serves likelihood and distance; the likelihood is the same."""
+    plain, anchored = KTO(beta=300.0), KTO(beta=300.0, kl_coef=2.0)
+    policy = toys.policy(name, FrozenCopyFinetuning(), plain.snapshots())
+    ctx = toys.context(policy, 8)
+    samples = plain.collect(ctx, toys.make_batch(plain, 8, policy.model.pixels))
+    first = anchored.loss(ctx, samples, 0)
+    torch.testing.assert_close(first.rows, plain.loss(ctx, samples, 0).rows, rtol=2e-3, atol=1e-4)
+    assert not first.metrics["kl"].any()
+    toys.perturb(policy, 0.01)
+    moved = anchored.loss(ctx, samples, 0)
+    torch.testing.assert_close(
+        moved.rows - 2 * moved.metrics["kl"], plain.loss(ctx, samples, 0).rows, rtol=2e-2, atol=2e-3
+    )
+    assert moved.metrics["kl"].gt(0).all()
+
+
+def test_every_kind_of_likelihood_starts_without_gain_over_the_reference() -> None:
+    objective = KTO(beta=50.0, likelihood="adaptive", num_timesteps=2)
+    policy = toys.policy("epsilon", FrozenCopyFinetuning(), objective.snapshots())
+    ctx = toys.context(policy, 8)
+    samples = objective.collect(ctx, toys.likes(8, 1, 0))
+    assert samples.reference_point.tolist() == [0] * 8
+    losses = toys.total_loss(objective, ctx, samples)
+    torch.testing.assert_close(losses, torch.full((8,), 0.5), rtol=1e-4, atol=1e-4)
+    error = policy.restore(samples.cond, policy.corrupt(samples.x, samples.rng)).mean - samples.x
+    adaptive = -(error**2).flatten(1).mean(1) / error.abs().flatten(1).mean(1)
+    torch.testing.assert_close(samples.reference[:, 0], adaptive.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_output_errors_of_noise_predictions_hardly_see_high_noise_levels_and_adaptive_ones_do() -> None:
+    """What a shift of the predicted clean sample by .1 costs at a high and a low noise level: why KTO has a choice."""
+    path = toys.DARK
+    x, t = torch.zeros(2, 48), torch.tensor([0.9, 0.2])
+    noisy = Corrupted(x, t, x)
+    costs = {kind: -prediction_likelihood(path, x + 0.1, x, noisy, cast(Any, kind)) for kind in ("output", "adaptive")}
+    high, low = costs["output"].tolist()
+    assert high < 1e-3 * low and costs["adaptive"].tolist() == pytest.approx([0.1, 0.1], rel=1e-5)
+
+
+def test_settings_that_need_denoised_samples_are_refused_on_tokens() -> None:
+    for settings in ({"likelihood": "adaptive"}, {"kl_coef": 0.1}):
+        objective = OnlineKTO(**cast(Any, settings))
+        assert "TM2200" in (objective.find_problem(toys.FAMILIES["causal"].process, (16,)) or "")
+        assert objective.find_problem(toys.FAMILIES["flow"].process, (3, 8, 8)) is None
 
 
 def test_shared_noise_is_that_of_the_first_row() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import toys
 
+from tastemaker.core.weights import FrozenCopyFinetuning
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.mapo import MaPO, OnlineMaPO, mapo_loss, odds_score
 from tastemaker.objectives.online_dpo import OnlineDPO
@@ -58,6 +60,44 @@ def test_loss_is_that_of_the_networks_errors_without_a_reference() -> None:
     torch.testing.assert_close(toys.total_loss(objective, ctx, pairs), expected)
 
 
+def test_reference_margin_starts_at_zero_where_the_published_one_measures_how_hard_images_are() -> None:
+    """Without a reference, pairs of the model's own samples are decided at the start, whatever the model prefers."""
+    margins = {}
+    for reference_margin in (False, True):
+        objective = OnlineMaPO(group_size=8, reference_margin=reference_margin)
+        policy = toys.pretrained_policy("flow", snapshots=objective.snapshots())
+        ctx = toys.context(policy, 32)
+        pairs = objective.collect(ctx, toys.prompts(32))
+        noisy = policy.corrupt(pairs.chosen, pairs.rng)
+        with torch.no_grad():
+            error = -policy.likelihood(pairs.cond, pairs.chosen, noisy)
+            margin_loss = (toys.total_loss(objective, ctx, pairs) - error) / objective.beta  # log(1 + exp(-margin))
+        margins[reference_margin] = -margin_loss.double().expm1().log()
+    assert (margins[False].abs() > 5).float().mean() > 0.5
+    torch.testing.assert_close(margins[True], torch.zeros(32, dtype=torch.float64), rtol=0, atol=1e-3)
+
+
+def test_anchor_is_the_distance_of_velocities_to_the_reference() -> None:
+    objective = OnlineMaPO(group_size=4, kl_coef=0.5, likelihood="adaptive")
+    policy = toys.policy("epsilon", FrozenCopyFinetuning(), snapshots=objective.snapshots())
+    ctx = toys.context(policy, 8)
+    pairs = objective.collect(ctx, toys.prompts(8))
+    assert not objective.loss(ctx, pairs, 0).metrics["kl"].any()
+    toys.perturb(policy, 0.05)
+    loss, free = objective.loss(ctx, pairs, 0), replace(objective, kl_coef=0.0).loss(ctx, pairs, 0)
+    assert loss.metrics["kl"].gt(0).all()
+    torch.testing.assert_close(loss.rows - free.rows, 0.5 * loss.metrics["kl"] * pairs.weight, rtol=1e-3, atol=1e-6)
+    noisy = policy.corrupt(pairs.chosen, pairs.rng), policy.corrupt(pairs.rejected, pairs.rng)
+    expected = torch.zeros(8)
+    for each in noisy:
+        now = policy.restore(pairs.cond, each).mean
+        with policy.weights.use("reference"):
+            before = policy.restore(pairs.cond, each).mean
+        alpha, sigma = policy.process.path.alpha(each.t), policy.process.path.sigma(each.t)
+        expected += (((now - before) ** 2).flatten(1).mean(1) * ((alpha + sigma) / sigma) ** 2 / 2).detach()
+    torch.testing.assert_close(loss.metrics["kl"], expected, rtol=1e-4, atol=1e-7)
+
+
 def test_swapped_pairs_have_the_loss_of_the_other_sample() -> None:
     errors = torch.tensor([0.2, 0.7])
     swapped = mapo_loss(errors.flip(0), errors, 0.1, 10.0, 0.5)
@@ -77,7 +117,11 @@ def test_pairs_are_those_of_dpo() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
-    [(MaPO, {"error_scale": 0.0}, "error_scale"), (OnlineMaPO, {"group_size": 1}, "group_size")],
+    [
+        (MaPO, {"error_scale": 0.0}, "error_scale"),
+        (OnlineMaPO, {"group_size": 1}, "group_size"),
+        (MaPO, {"kl_coef": -1.0}, "kl_coef"),
+    ],
 )
 def test_invalid_settings_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

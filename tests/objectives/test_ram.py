@@ -105,6 +105,9 @@ def test_ram_trains_without_guidance_and_pulls_only_where_rewards_are_equal() ->
     object.__setattr__(equal, "advantage", torch.zeros(16))
     pull = objective.loss(ctx, equal, 0)
     torch.testing.assert_close(pull.rows * 2, loss.metrics["kl"])
+    policy.weights.update_snapshot("old")  # the pull is to the reference, wherever the sampling policy is
+    torch.testing.assert_close(objective.loss(ctx, equal, 0).rows, pull.rows)
+    assert pull.rows.gt(0).all()
 
 
 def test_ram_old_policy_follows_the_published_schedule() -> None:

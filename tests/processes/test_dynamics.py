@@ -80,7 +80,70 @@ def test_cps_step_matches_formula() -> None:
     torch.testing.assert_close(distribution.log_prob(next_x), -((next_x - mean) ** 2).flatten(1).mean(1, keepdim=True))
 
 
-@pytest.mark.parametrize("dynamics", [ODE(), DDIM(0.0), FlowSDE(0.0), DanceSDE(0.0), CPS(0.0)])
+EXACT = (FlowSDE(0.7, "exact"), FlowSDE(1.5, "exact"), DanceSDE(0.3, "exact"), DanceSDE(1.0, "exact"))
+
+
+def linear_step(dynamics: SamplerDynamics, t: float, s: float, data_std: float, second: float) -> tuple[float, float]:
+    """Factor of x in the mean, and variance, of a step from t to s with the optimal denoiser of N(0, data_std^2)."""
+    one, level = torch.ones(1, dtype=torch.float64), torch.tensor([t], dtype=torch.float64)
+    clean = (1 - level) * data_std**2 / ((1 - level) ** 2 * data_std**2 + level**2) * one
+    distribution = dynamics.step(RectifiedFlow(), DenoisingStep(one, clean, level, torch.full_like(level, s), second))
+    return float(distribution.mean), float(distribution.std) ** 2
+
+
+def sampled_variance(dynamics: SamplerDynamics, levels: Sequence[float], data_std: float) -> list[float]:
+    """Variances at all levels but the first, starting from the right one: an exact recursion, nothing is drawn."""
+    variance, variances = ((1 - levels[0]) * data_std) ** 2 + levels[0] ** 2, []
+    for t, s in pairwise(levels):
+        factor, added = linear_step(dynamics, t, s, data_std, levels[1])
+        variance = factor**2 * variance + added
+        variances.append(variance)
+    return variances
+
+
+@pytest.mark.parametrize("dynamics", EXACT)
+def test_exact_transition_keeps_the_share_of_noise_that_the_sde_keeps(dynamics: FlowSDE | DanceSDE) -> None:
+    """With a known clean sample the SDE is linear: its share of old noise by numerical integration, variance s^2."""
+    t, s = 0.9, 0.55
+    u = torch.linspace(s, t, 200_001, dtype=torch.float64)
+    squared_g = dynamics.noise_level**2 * (u / (1 - u) if isinstance(dynamics, FlowSDE) else torch.ones_like(u))
+    kept = math.exp(-float(torch.trapezoid(squared_g / (2 * u**2), u)))
+    factor, variance = linear_step(dynamics, t, s, 0.0, 0.0)  # a clean sample of 0, so that x is t times the noise
+    assert factor * t == pytest.approx(s * kept, rel=1e-8)
+    assert variance == pytest.approx(s**2 * (1 - kept**2), rel=1e-8)
+
+
+@pytest.mark.parametrize("dynamics", EXACT)
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_exact_transition_has_the_marginals_of_the_flow_in_any_number_of_steps(
+    dynamics: FlowSDE | DanceSDE, steps: int
+) -> None:
+    levels = torch.linspace(0.95, 0.2, steps + 1, dtype=torch.float64).tolist()
+    assert sampled_variance(dynamics, levels, 0.0) == pytest.approx([s**2 for s in levels[1:]], rel=1e-9)
+    euler = sampled_variance(type(dynamics)(dynamics.noise_level), levels, 0.0)[-1]
+    assert euler > 1.03 * levels[-1] ** 2  # excess noise of Euler-Maruyama
+
+
+def test_exact_transition_loses_the_spread_that_the_prediction_leaves_open() -> None:
+    """The predicted clean sample stays as it is within a step, although new noise would change it."""
+    changes: dict[tuple[str, int], float] = {}
+    for steps in (8, 200):
+        levels = torch.linspace(0.95, 0.05, steps + 1, dtype=torch.float64).tolist()
+        target = (0.95 * 0.8) ** 2 + 0.05**2
+        for transition in ("euler", "exact"):
+            changes[transition, steps] = sampled_variance(FlowSDE(0.7, transition), levels, 0.8)[-1] / target - 1
+    assert changes["exact", 8] == pytest.approx(-0.287, abs=2e-3) and abs(changes["euler", 8]) < 0.01
+    assert max(map(abs, (changes["exact", 200], changes["euler", 200]))) < 0.02
+
+
+def test_first_exact_step_of_flow_sde_replaces_all_noise() -> None:
+    factor, variance = linear_step(FlowSDE(0.7, "exact"), 1.0, 0.8, 0.0, 0.9)
+    assert factor == 0 and variance == pytest.approx(0.64)
+
+
+@pytest.mark.parametrize(
+    "dynamics", [ODE(), DDIM(0.0), FlowSDE(0.0), DanceSDE(0.0), CPS(0.0), FlowSDE(0.0, "exact"), DanceSDE(0.0, "exact")]
+)
 def test_dynamics_without_noise_are_euler_steps(dynamics: SamplerDynamics) -> None:
     x, velocity, _ = published_inputs()
     distribution, _ = denoising_step(dynamics, 25, 3)
@@ -137,6 +200,7 @@ class OptimalDenoiser(Backbone):
         GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100, SDEWindow(20)),
         GaussianProcess(RectifiedFlow(), DanceSDE(0.3), 100),
         GaussianProcess(TrigFlow(), DDIM(1.0), 100),
+        GaussianProcess(RectifiedFlow(), FlowSDE(1.5, "exact"), 100),
         GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 100),
         GaussianProcess(VariancePreserving(prediction_type="v_prediction", set_alpha_to_one=True), DDIM(1.0), 100),
         GaussianProcess(VariancePreserving(beta_schedule="cosine", timestep_spacing="trailing"), DDIM(0.5), 100),

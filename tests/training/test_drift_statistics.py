@@ -7,10 +7,21 @@ import random
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from guard_simulation import DEFAULT, STRICT_END, STRICT_START, is_warned, sample_verdicts
 
-from tastemaker.training.drift_statistics import GuardHistory, GuardMeasurement
+from tastemaker.config.schema import GuardConfig
+from tastemaker.training.drift_statistics import (
+    FALSE_ALARM_BEST,
+    FALSE_ALARM_START,
+    GuardHistory,
+    GuardMeasurement,
+    cumulative_score,
+    sequential_boundary,
+    student_score,
+)
 from tastemaker.training.guard import image_statistics, motion_statistics, sample_diversity
 
 Curve = Callable[[float], float]  # a value over training, from 0 at the start to 1 at the end
@@ -19,12 +30,12 @@ Curve = Callable[[float], float]  # a value over training, from 0 at the start t
 def has_warning(
     reward: Curve, held_out: Curve, diversity: Curve, variety: Curve, seed: int = 0, num_checks: int = 30
 ) -> list[bool]:
-    """Return for each check of a synthetic run whether there is a warning: 16 prompts, independent noise."""
-    rng, history, warnings = random.Random(seed), GuardHistory(["held"]), []
-    prompts = [rng.gauss(0, 1) for _ in range(16)]
+    """Return for each check of a synthetic run whether there is a warning: 64 prompts, independent noise."""
+    rng, history, warnings = np.random.default_rng(seed), GuardHistory(["held"]), []
+    prompts = rng.normal(size=64)
 
     def rows(curve: Curve, t: float, noise: float, prompt_scale: float = 0.0) -> list[float]:
-        return [curve(t) + prompt_scale * prompt + rng.gauss(0, noise) for prompt in prompts]
+        return list(curve(t) + prompt_scale * prompts + rng.normal(0, noise, 64))
 
     for i in range(num_checks):
         t = i / (num_checks - 1)
@@ -33,7 +44,7 @@ def has_warning(
             "rewards/held": rows(held_out, t, 0.5, 0.7),  # four samples per prompt, each with noise of one
             "diversity": rows(diversity, t, 0.02),
             "variety": rows(variety, t, 0.02),
-            **{name: [0.5] * 16 for name in ("entropy", "edges", "saturation", "dark")},
+            **{name: [0.5] * 64 for name in ("entropy", "edges", "saturation", "dark")},
         }
         history.add(GuardMeasurement(50 * i, values, {"rewards/held": 1.2}))
         warnings.append(history.hacking_warning() is not None)
@@ -109,6 +120,40 @@ def test_fall_of_a_rare_yes_no_reward_is_detected() -> None:
     assert sum(any(warnings) for warnings in hacked) >= 17
     unhacked = [yes_no_warnings([0.26, 0.28, 0.27, 0.3, 0.28, 0.29, 0.27], seed) for seed in range(40)]
     assert sum(any(warnings) for warnings in unhacked) <= 1
+
+
+def test_slow_fall_of_a_strict_verdict_is_detected_with_the_default_settings() -> None:
+    runs = sample_verdicts(np.random.default_rng(0), 60, STRICT_END)
+    # The first and the last check alone show it in few runs, all checks together in nearly all.
+    single = student_score(runs[:, -1] - runs[:, 0])
+    assert (single < -sequential_boundary(1)).mean() < 0.4 < 0.9 <= np.mean([is_warned(run) for run in runs])
+
+
+def test_flat_runs_have_fewer_false_alarms_than_promised() -> None:
+    rng = np.random.default_rng(0)
+    assert not any(is_warned(run) for run in sample_verdicts(rng, 40, STRICT_START))
+    alarms = []
+    for prompts, runs in ((8, 2000), (DEFAULT.prompts, 500)):
+        verdicts = sample_verdicts(rng, runs, STRICT_START, 25, GuardConfig(prompts=prompts))
+        scores = np.stack([cumulative_score(verdicts[:, :k]) for k in range(2, 26)], 1)
+        alarms.append((scores < [-sequential_boundary(k) for k in range(1, 25)]).any(1).mean())
+    assert max(alarms) < FALSE_ALARM_START + FALSE_ALARM_BEST and alarms[0] > 0
+
+
+def test_standard_scores_of_few_prompts_have_the_significance_of_a_t_statistic() -> None:
+    # t statistics that 3, 7 and 63 degrees of freedom exceed with a probability of .001, that is 3.09 in a normal.
+    for prompts, t in ((4, 10.215), (8, 4.785), (64, 3.225)):
+        spread = np.resize([1.0, -1.0], prompts)
+        changes = spread + t * spread.std(ddof=1) / math.sqrt(prompts)
+        assert float(student_score(changes)) == pytest.approx(3.09, abs=0.06)
+    assert float(student_score(np.full(4, 1e-17))) == pytest.approx(0, abs=1e-3)  # rounding is no change
+
+
+def test_cumulative_score_does_not_depend_on_level_or_scale_and_mirrors_the_sign() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 7, 16))
+    score = cumulative_score(values)
+    np.testing.assert_allclose(cumulative_score(3 - 2 * values), -score, rtol=1e-9)
+    assert abs(score).max() < 4 < -cumulative_score(values - np.arange(7)[:, None]).max()
 
 
 def test_warning_names_the_fall_and_the_drift() -> None:

@@ -170,17 +170,19 @@ def test_guard_metrics_do_not_depend_on_ranks(tmp_path: Path) -> None:
         assert {n: pytest.approx(rows, abs=1e-4) for n, rows in one["rows"].items()} == two["rows"]
 
 
-def test_guard_draws_the_same_noise_at_every_check(tmp_path: Path) -> None:
+def test_guard_draws_new_noise_at_every_check_and_the_same_at_the_same_step(tmp_path: Path) -> None:
     run = build(load("grpo-toy-flow", ["guard.prompts=4", "guard.samples_per_prompt=2"]), tmp_path)
-    assert run_guard(run, 0).metrics == run_guard(run, 10).metrics
+    first, second = run_guard(run, 10).metrics, run_guard(run, 20).metrics
+    assert first == run_guard(run, 10).metrics and first["reward/mean"] != second["reward/mean"]
 
 
 def test_guard_is_on_in_every_recipe_with_rewards() -> None:
     configs = {name: load(name) for name in list_generator_recipes()}
     rewarded = {name: config for name, config in configs.items() if config.rewards}
-    assert [name for name, config in rewarded.items() if not config.guard.every] == []
+    intervals = {name: config.guard.interval(config.steps) for name, config in rewarded.items()}
+    assert [name for name, interval in intervals.items() if not interval] == []
     # A warning needs one measurement more than `patience`, counting those at the start and at the end.
-    counts = {name: 1 + math.ceil(config.steps / config.guard.every) for name, config in rewarded.items()}
+    counts = {name: 1 + math.ceil(config.steps / intervals[name]) for name, config in rewarded.items()}
     assert [name for name, config in rewarded.items() if counts[name] <= config.guard.patience] == []
 
 
