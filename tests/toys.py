@@ -39,6 +39,7 @@ from tastemaker.models.svd import SvdSpec
 from tastemaker.models.toy import ToyCausalSpec, ToyFlowSpec, ToyMaskedSpec
 from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.models.wan import WanSpec
+from tastemaker.models.wan_i2v import WanI2VSpec
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.dynamics import DDIM, FlowSDE
@@ -115,6 +116,10 @@ PUBLISHED = {
 }
 VIDEO_MODELS = {
     "wan": Family(WanSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "wan_i2v": Family(
+        WanI2VSpec(image_conditioning="first_frame", image=IMAGE).tiny(),
+        GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4),
+    ),
     "cogvideox": Family(CogVideoXSpec().tiny(), GaussianProcess(ZERO_SNR, DDIM(1.0), 4)),
     "ltx": Family(LtxSpec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
     "hunyuanvideo": Family(HunyuanVideoSpec().tiny(), GaussianProcess(RectifiedFlow(7.0), FlowSDE(0.7), 4)),
@@ -123,7 +128,13 @@ VIDEO_MODELS = {
     ),
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # small random video generators, made of diffusers' components
-SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd")  # share their code with other video models; expensive tests skip them
+SIMILAR = (
+    "wan_i2v",
+    "ltx",
+    "hunyuanvideo",
+    "mochi",
+    "svd",
+)  # share their code with other video models; expensive tests skip them
 TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),

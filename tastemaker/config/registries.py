@@ -38,6 +38,7 @@ MODELS = Registry(
         "toy_causal": "tastemaker.models.toy:ToyCausalSpec",
         "toy_masked": "tastemaker.models.toy:ToyMaskedSpec",
         "wan": "tastemaker.models.wan:WanSpec",
+        "wan_i2v": "tastemaker.models.wan_i2v:WanI2VSpec",
         "videocrafter": "tastemaker.models.videocrafter:VideocrafterSpec",
     },
 )

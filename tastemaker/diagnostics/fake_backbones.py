@@ -48,6 +48,7 @@ from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
 from ..models.wan import NoiseLevelExperts, WanSpec
+from ..models.wan_i2v import WanI2VSpec
 
 ConditioningSpec = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape without batch dimension, and dtype
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
@@ -369,8 +370,17 @@ def masked_text_shapes(spec: Any, width: int) -> ConditioningShapes:
     return {"prompt_embeds": (spec.max_text_tokens, width), TEXT_MASK: (spec.max_text_tokens,)}
 
 
+def wan_i2v_shapes(spec: WanI2VSpec, net: dict[str, Any]) -> ConditioningShapes:
+    """Text, the latents of the source image, and its 257 CLIP tokens if the network reads them."""
+    shapes = {"prompt_embeds": (spec.max_text_tokens, net["text_dim"]), "image_latents": spec.shape}
+    if spec.image_conditioning == "first_frame":
+        shapes["image_latents"] = (1, *spec.shape[1:])
+    return shapes | ({"image_embeds": (257, net["image_dim"])} if spec.image_conditioning == "clip" else {})
+
+
 VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = {
     WanSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_dim"])},
+    WanI2VSpec: wan_i2v_shapes,
     CogVideoXSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_embed_dim"])},
     LtxSpec: lambda spec, net: masked_text_shapes(spec, net["caption_channels"]),
     MochiSpec: lambda spec, net: masked_text_shapes(spec, net["text_embed_dim"]),

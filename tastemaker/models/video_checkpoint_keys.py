@@ -18,6 +18,12 @@ WAN_RULES: KeyRules = (
     (r"condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
     (r"condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
     (r"condition_embedder\.time_proj\.", "time_projection.1."),
+    (r"condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
+    (r"condition_embedder\.image_embedder\.ff\.net\.0\.proj\.", "img_emb.proj.1."),
+    (r"condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
+    (r"condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
+    (r"blocks\.(\d+)\.attn2\.add_([kv])_proj\.", r"blocks.\1.cross_attn.\2_img."),
+    (r"blocks\.(\d+)\.attn2\.norm_added_k\.", r"blocks.\1.cross_attn.norm_k_img."),
     *(
         rule
         for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
