@@ -27,6 +27,7 @@ from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
 from tastemaker.models.latent_dit.model import LatentDitSpec
 from tastemaker.models.llamagen.model import LlamagenSpec
 from tastemaker.models.ltx import LtxSpec
+from tastemaker.models.ltx2 import Ltx2Spec
 from tastemaker.models.mochi import MochiSpec
 from tastemaker.models.modelscope import ModelscopeSpec
 from tastemaker.models.opensora.model import OpenSoraSpec
@@ -116,10 +117,6 @@ PUBLISHED = {
 }
 VIDEO_MODELS = {
     "wan": Family(WanSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
-    "wan_i2v": Family(
-        WanI2VSpec(image_conditioning="first_frame", image=IMAGE).tiny(),
-        GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4),
-    ),
     "cogvideox": Family(CogVideoXSpec().tiny(), GaussianProcess(ZERO_SNR, DDIM(1.0), 4)),
     "ltx": Family(LtxSpec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
     "hunyuanvideo": Family(HunyuanVideoSpec().tiny(), GaussianProcess(RectifiedFlow(7.0), FlowSDE(0.7), 4)),
@@ -127,6 +124,11 @@ VIDEO_MODELS = {
         MochiSpec().tiny(), GaussianProcess(RectifiedFlow(linear_quadratic_threshold=0.025), FlowSDE(0.7), 4)
     ),
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
+    "wan_i2v": Family(
+        WanI2VSpec(image_conditioning="first_frame", image=IMAGE).tiny(),
+        GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4),
+    ),
+    "ltx2": Family(Ltx2Spec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
 }  # small random video generators, made of diffusers' components
 SIMILAR = (
     "wan_i2v",

@@ -18,6 +18,8 @@ from transformers import (
     CLIPTokenizer,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaModel,
     T5Config,
@@ -28,7 +30,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.models import cogvideox, hunyuanvideo, ltx, mochi, wan, wan_i2v
+from tastemaker.models import cogvideox, hunyuanvideo, ltx, ltx2, mochi, wan, wan_i2v
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
 from tastemaker.models.ltx import LtxSpec
@@ -138,6 +140,44 @@ def ltx_pipeline() -> Any:
             max_shift=2.05,
             shift_terminal=0.1,
             use_dynamic_shifting=True,
+        ),
+    )
+
+
+def ltx2_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLLTX2Audio,
+        AutoencoderKLLTX2Video,
+        FlowMatchEulerDiscreteScheduler,
+        LTX2Pipeline,
+        LTX2VideoTransformer3DModel,
+    )
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    configs = ltx2.TINY_CONFIGS
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            base_image_seq_len=1024,
+            base_shift=0.95,
+            max_image_seq_len=4096,
+            max_shift=2.05,
+            shift_terminal=0.1,
+            use_dynamic_shifting=True,
+        ),
+        vae=AutoencoderKLLTX2Video(**configs["vae"]),
+        audio_vae=AutoencoderKLLTX2Audio(base_channels=128, latent_channels=8, num_res_blocks=1, ch_mult=(1, 1, 1)),
+        text_encoder=Gemma3ForConditionalGeneration(Gemma3Config(**configs["text_encoder"])),
+        tokenizer=t5_tokenizer(),
+        connectors=LTX2TextConnectors(**configs["connectors"]),
+        transformer=LTX2VideoTransformer3DModel(**configs["transformer"]),
+        vocoder=LTX2Vocoder(
+            in_channels=128,
+            hidden_channels=8,
+            out_channels=2,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
         ),
     )
 

@@ -24,6 +24,7 @@ MODELS = Registry(
         "latent_dit": "tastemaker.models.latent_dit.model:LatentDitSpec",
         "llamagen": "tastemaker.models.llamagen.model:LlamagenSpec",
         "ltx": "tastemaker.models.ltx:LtxSpec",
+        "ltx2": "tastemaker.models.ltx2:Ltx2Spec",
         "maskgit": "tastemaker.models.maskgit:MaskgitSpec",
         "mochi": "tastemaker.models.mochi:MochiSpec",
         "modelscope": "tastemaker.models.modelscope:ModelscopeSpec",

@@ -34,6 +34,7 @@ from ..models.hunyuanvideo import HunyuanVideoSpec
 from ..models.latent_dit.model import LatentDitBackbone, LatentDitSpec, load_latent_dit
 from ..models.llamagen.model import LlamagenBackbone, LlamagenSpec
 from ..models.ltx import LtxSpec
+from ..models.ltx2 import Ltx2Spec
 from ..models.mochi import MochiSpec
 from ..models.nets.gpt import GPT
 from ..models.nets.magvit import Magvit
@@ -383,6 +384,10 @@ VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = 
     WanI2VSpec: wan_i2v_shapes,
     CogVideoXSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_embed_dim"])},
     LtxSpec: lambda spec, net: masked_text_shapes(spec, net["caption_channels"]),
+    Ltx2Spec: lambda spec, net: {
+        **masked_text_shapes(spec, width := net.get("caption_channels", 3840)),
+        "audio_prompt_embeds": (spec.max_text_tokens, width),
+    },
     MochiSpec: lambda spec, net: masked_text_shapes(spec, net["text_embed_dim"]),
     HunyuanVideoSpec: lambda spec, net: {
         **masked_text_shapes(spec, net["text_embed_dim"]),

@@ -149,7 +149,7 @@ class VideoTransformerSpec(VideoSpec):
         self.compression.check_size(self.frames, self.height, self.width)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self.compression.shape(self.frames, self.height, self.width)
 
     def load(self, placement: Placement) -> VideoBackbone:

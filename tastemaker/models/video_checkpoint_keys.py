@@ -46,6 +46,19 @@ LTX_RULES: KeyRules = (
     (r"transformer_blocks\.(\d+)\.(attn[12])\.norm_([qk])\.", r"transformer_blocks.\1.\2.\3_norm."),
     (r"(transformer_blocks\.|caption_projection\.|proj_out\.|scale_shift_table)", r"\1"),
 )
+LTX2_RULES: KeyRules = (
+    (r"proj_in\.", "patchify_proj."),
+    (r"audio_proj_in\.", "audio_patchify_proj."),
+    (r"(audio_|)time_embed\.", r"\1adaln_single."),
+    (r"av_cross_attn_(video|audio)_scale_shift\.", r"av_ca_\1_scale_shift_adaln_single."),
+    (r"av_cross_attn_(?:video|audio)_(a2v|v2a)_gate\.", r"av_ca_\1_gate_adaln_single."),
+    (
+        r"transformer_blocks\.(\d+)\.(video|audio)_a2v_cross_attn_scale_shift_table",
+        r"transformer_blocks.\1.scale_shift_table_a2v_ca_\2",
+    ),
+    (r"transformer_blocks\.(\d+)\.(\w+)\.norm_([qk])\.", r"transformer_blocks.\1.\2.\3_norm."),
+    (r"(transformer_blocks\.|(?:audio_|)(?:caption_projection\.|proj_out\.|scale_shift_table))", r"\1"),
+)
 REFINER = r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\."
 REFINED = r"txt_in.individual_token_refiner.blocks.\1."
 DOUBLE, SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
@@ -121,6 +134,11 @@ def ltx_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return rename_and_concat(tensors, LTX_RULES)
 
 
+def ltx2_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Rename a transformer's tensors as Lightricks do for LTX-2."""
+    return rename_and_concat(tensors, LTX2_RULES)
+
+
 def hunyuanvideo_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Rename a transformer's tensors as Tencent does, whose last modulation has shift before scale."""
     swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
@@ -142,6 +160,11 @@ def wan_layer_name(layer: str) -> str:
 def ltx_layer_name(layer: str) -> str:
     """Lightricks' name of a layer."""
     return _layer_name(layer, LTX_RULES)
+
+
+def ltx2_layer_name(layer: str) -> str:
+    """Lightricks' name of a layer of LTX-2."""
+    return _layer_name(layer, LTX2_RULES)
 
 
 def _layer_name(layer: str, rules: KeyRules) -> str:

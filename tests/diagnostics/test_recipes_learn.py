@@ -20,7 +20,9 @@ from tastemaker.training.loop import train
 
 # One recipe per model of VADER, whose recipes differ in their rewards only.
 RECIPES = [
-    name for name in list_generator_recipes() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)
+    name
+    for name in list_generator_recipes()
+    if not name.startswith("vader-") or re.fullmatch(r"vader-\w+(-t?i2v)?-hps", name)
 ]
 # Checked in the fast set: a policy gradient on each kind of process, and a gradient through the reward.
 CHECKED_FAST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
@@ -36,6 +38,7 @@ CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, on networks or objectives that a recipe of the other sets has too.
 LONG = {
     "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
+    "dancegrpo-wan-i2v", "vader-wan22-i2v-hps",
 }  # fmt: skip
 LONG_AUTOENCODERS = {"llamagen-vq8"}
 # Its teacher is the student with guidance. The last layer of a new tiny network is zero, so that both predict the same.

@@ -26,7 +26,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.export.lora import ADAPTABLE_LAYERS, LoraFromFile
-from tastemaker.models import hunyuanvideo, ltx, mochi, wan
+from tastemaker.models import hunyuanvideo, ltx, ltx2, mochi, wan, wan_i2v
 from tastemaker.models.modelscope import TINY_CONFIGS, ModelscopeSpec
 from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.search.generation import resolve_source
@@ -139,7 +139,9 @@ def test_cards_of_videocrafter_name_loaders_that_work(tmp_path: Path) -> None:
 # Networks whose sizes are those that diffusers' converters assume where they assume any.
 AUTHORS_NAMES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "wan": (diffusers.WanTransformer3DModel, "wan_transformer", wan.TINY_CONFIGS["transformer"]),
+    "wan_i2v": (diffusers.WanTransformer3DModel, "wan_transformer", wan_i2v.TINY_NETWORKS["clip"]),
     "ltx": (diffusers.LTXVideoTransformer3DModel, "ltx_transformer_checkpoint", ltx.TINY_CONFIGS["transformer"]),
+    "ltx2": (diffusers.LTX2VideoTransformer3DModel, "ltx2_transformer", ltx2.TINY_CONFIGS["transformer"]),
     "mochi": (
         diffusers.MochiTransformer3DModel,
         "mochi_transformer_checkpoint",
