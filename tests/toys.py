@@ -24,6 +24,7 @@ from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
+from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
 from tastemaker.models.latent_dit.model import LatentDitSpec
 from tastemaker.models.llamagen.model import LlamagenSpec
 from tastemaker.models.ltx import LtxSpec
@@ -128,6 +129,7 @@ VIDEO_MODELS = {
         WanI2VSpec(image_conditioning="first_frame", image=IMAGE).tiny(),
         GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4),
     ),
+    "hunyuanvideo15": Family(HunyuanVideo15Spec().tiny(), GaussianProcess(RectifiedFlow(5.0), FlowSDE(0.7), 4)),
     "ltx2": Family(Ltx2Spec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
 }  # small random video generators, made of diffusers' components
 SIMILAR = (

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import (
+    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
@@ -22,6 +23,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaModel,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -30,7 +33,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.models import cogvideox, hunyuanvideo, ltx, ltx2, mochi, wan, wan_i2v
+from tastemaker.models import cogvideox, hunyuanvideo, hunyuanvideo15, ltx, ltx2, mochi, wan, wan_i2v
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
 from tastemaker.models.ltx import LtxSpec
@@ -205,6 +208,30 @@ def hunyuan_pipeline() -> Any:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"])),
         tokenizer_2=clip_tokenizer(),
+    )
+
+
+def hunyuan15_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+
+    configs, tokenizer = hunyuanvideo15.TINY_CONFIGS, t5_tokenizer()
+    # 120 tokens of the system message, of which the pipeline cuts off 108.
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'][-120:] }} {% endfor %}"
+    return HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**configs["text_encoder"])),
+        tokenizer=tokenizer,
+        transformer=HunyuanVideo15Transformer3DModel(**configs["transformer"]),
+        vae=AutoencoderKLHunyuanVideo15(**configs["vae"]),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=T5EncoderModel(T5Config(**configs["text_encoder_2"])),
+        tokenizer_2=ByT5Tokenizer(),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
     )
 
 

@@ -21,6 +21,7 @@ MODELS = Registry(
         "flux_kontext": "tastemaker.models.flux_kontext:FluxKontextSpec",
         "gpt": "tastemaker.models.gpt:GptSpec",
         "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideoSpec",
+        "hunyuanvideo15": "tastemaker.models.hunyuanvideo15:HunyuanVideo15Spec",
         "latent_dit": "tastemaker.models.latent_dit.model:LatentDitSpec",
         "llamagen": "tastemaker.models.llamagen.model:LlamagenSpec",
         "ltx": "tastemaker.models.ltx:LtxSpec",
