@@ -31,6 +31,7 @@ from ..models.cogvideox import CogVideoXSpec
 from ..models.component_configs import T5_XXL, ComponentConfigs
 from ..models.flux_kontext import FluxKontextSpec
 from ..models.hunyuanvideo import HunyuanVideoSpec
+from ..models.hunyuanvideo15 import GLYPH_TOKENS, HunyuanVideo15Spec
 from ..models.latent_dit.model import LatentDitBackbone, LatentDitSpec, load_latent_dit
 from ..models.llamagen.model import LlamagenBackbone, LlamagenSpec
 from ..models.ltx import LtxSpec
@@ -54,7 +55,7 @@ from ..models.wan_i2v import WanI2VSpec
 ConditioningSpec = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape without batch dimension, and dtype
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
 CLIP_TEXT_TOKENS = 77
-TEXT_MASK = "attention_mask"  # which text tokens are not padding
+TEXT_MASKS = ("attention_mask", "glyph_mask")  # which text tokens are not padding
 ConditioningShapes = dict[str, tuple[int, ...]]
 LLAMAGEN_VQ_LEVELS = {8: (1, 2, 2, 4), 16: (1, 1, 2, 2, 4)}  # channel multipliers by downsampling factor
 
@@ -148,6 +149,26 @@ class FakeExperts(NoiseLevelExperts):
         return (self.low(hidden_states, timestep, encoder_hidden_states, return_dict=False)[0],)
 
 
+def run_hunyuan15(
+    net: Any,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_attention_mask: Tensor,
+    encoder_hidden_states_2: Tensor,
+    **unused: object,
+) -> tuple[Tensor]:
+    """The forward pass of HunyuanVideo 1.5 on text without padding: fake masks cannot select tokens."""
+    text = net.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
+    tokens = torch.cat([net.context_embedder_2(encoder_hidden_states_2), text], 1)
+    mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    x, temb, rotary = net.x_embedder(hidden_states), net.time_embed(timestep), net.rope(hidden_states)
+    for block in net.transformer_blocks:
+        x, tokens = block(x, tokens, temb, mask, rotary)
+    output = net.proj_out(net.norm_out(x, temb))  # one token per latent
+    return (output.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
+
+
 def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSpec]:
     """Load a diffusers pipeline with random weights of the published sizes."""
     if not isinstance(spec, PublishedSpec):
@@ -161,8 +182,11 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
     if isinstance(backbone.net, NoiseLevelExperts):
         backbone.net.__class__ = FakeExperts
+    if isinstance(spec, HunyuanVideo15Spec):
+        network_class = type(backbone.net)
+        backbone.net.__class__ = type(network_class.__name__, (network_class,), {"forward": run_hunyuan15})
     shapes = conditioning_shapes(spec, configs[hub])
-    dtypes = {name: torch.bool if name == TEXT_MASK else placement.dtype for name in shapes}
+    dtypes = {name: torch.bool if name in TEXT_MASKS else placement.dtype for name in shapes}
     return backbone, {name: (shape, dtypes[name]) for name, shape in shapes.items()}
 
 
@@ -368,7 +392,7 @@ def conditioning_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShape
 
 
 def masked_text_shapes(spec: Any, width: int) -> ConditioningShapes:
-    return {"prompt_embeds": (spec.max_text_tokens, width), TEXT_MASK: (spec.max_text_tokens,)}
+    return {"prompt_embeds": (spec.max_text_tokens, width), "attention_mask": (spec.max_text_tokens,)}
 
 
 def wan_i2v_shapes(spec: WanI2VSpec, net: dict[str, Any]) -> ConditioningShapes:
@@ -392,6 +416,11 @@ VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = 
     HunyuanVideoSpec: lambda spec, net: {
         **masked_text_shapes(spec, net["text_embed_dim"]),
         "pooled_prompt_embeds": (net["pooled_projection_dim"],),
+    },
+    HunyuanVideo15Spec: lambda spec, net: {
+        **masked_text_shapes(spec, net.get("text_embed_dim", 3584)),
+        "glyph_embeds": (GLYPH_TOKENS, net.get("text_embed_2_dim", 1472)),
+        "glyph_mask": (GLYPH_TOKENS,),
     },
     SvdSpec: lambda spec, net: {"look": (1, net["cross_attention_dim"]), "reference": spec.shape[1:]},
 }

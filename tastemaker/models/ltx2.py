@@ -218,6 +218,7 @@ class Ltx2Spec(VideoTransformerSpec):
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = LTX2
     backbone_class = Ltx2Backbone
     compression = COMPRESSION
