@@ -22,6 +22,7 @@ from .video_backbone import (
     ConditioningTensors,
     FrozenVideoVae,
     TextTokenCount,
+    TileFrames,
     TileSize,
     VideoBackbone,
     VideoCompression,
@@ -208,6 +209,7 @@ class HunyuanVideo15Spec(VideoTransformerSpec):
     max_text_tokens: TextTokenCount = 1000  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
+    decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = HUNYUANVIDEO15
@@ -218,6 +220,10 @@ class HunyuanVideo15Spec(VideoTransformerSpec):
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "HunyuanVideo15Pipeline", "transformer", "", reject_unknown_names, lora_loader="merge"
     )
+
+    @property
+    def decode_tile_latents(self) -> int | None:
+        return COMPRESSION.tile_latents(self.decode_tile_frames)
 
     def load_text_encoders(self, components: PipelineComponents) -> Hunyuan15PromptEncoder:
         return Hunyuan15PromptEncoder(components, self.max_text_tokens)

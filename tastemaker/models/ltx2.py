@@ -19,6 +19,7 @@ from .text_encoders import ByteTokenizer, TextEncoders, disable_autocast, tempor
 from .video_backbone import (
     ConditioningTensors,
     TextTokenCount,
+    TileFrames,
     TileSize,
     VideoBackbone,
     VideoCompression,
@@ -216,6 +217,7 @@ class Ltx2Spec(VideoTransformerSpec):
     max_text_tokens: TextTokenCount = 1024  # sequence length of prompts, truncated or padded; a multiple of 128
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
+    decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     supports_context_parallel: ClassVar[bool] = True
@@ -256,6 +258,10 @@ class Ltx2Spec(VideoTransformerSpec):
 
     def tiny(self) -> Ltx2Spec:
         return replace(super().tiny(), height=64, width=64)  # the decoder's reflections need two latents per side
+
+    @property
+    def decode_tile_latents(self) -> int | None:
+        return COMPRESSION.tile_latents(self.decode_tile_frames)
 
     def load_text_encoders(self, components: PipelineComponents) -> Ltx2PromptEncoder:
         return Ltx2PromptEncoder(components, self.max_text_tokens)
