@@ -167,7 +167,6 @@ class HunyuanVideo15Backbone(VideoBackbone):
             self.traits,
             lora_targets=JOINT_ATTENTION_LAYERS,
             unused_parameters=(*(last + layer for layer in unused), "image_embedder.", "context_embedder_2."),
-            data_dependent_forward=True,
         )
 
     def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:

@@ -15,7 +15,7 @@ from ..core.types import Placement
 from .component_configs import ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .text_encoders import ByteTokenizer, TextEncoders, disable_autocast, temporarily_on_device
+from .text_encoders import TextEncoders, disable_autocast, temporarily_on_device
 from .video_backbone import (
     ConditioningTensors,
     TextTokenCount,
@@ -124,7 +124,7 @@ class Ltx2PromptEncoder(TextEncoders):
             "text_encoder", Gemma3ForConditionalGeneration, "tokenizer", max_text_tokens
         )
         self.padding_side = "right"
-        if not isinstance(self.gemma.tokenizer, ByteTokenizer):
+        if components.path is not None:  # small random encoders read bytes
             self.padding_side = self.gemma.tokenizer.padding_side = "left"
         self.connectors: Any = components.load_frozen("connectors", LTX2TextConnectors).to("cpu")
         self.text_encoders = (self.gemma,)
@@ -237,11 +237,6 @@ class Ltx2Spec(VideoTransformerSpec):
                 f"'max_text_tokens': LTX-2 fills the text up with 128 learned tokens at a time, got "
                 f"{self.max_text_tokens}; set a multiple of 128, such as 1024 [TM2504]"
             )
-
-    @property
-    def video_shape(self) -> tuple[int, int, int, int]:
-        """Latents of the clip without its sound: [f, C, h, w]."""
-        return self.compression.shape(self.frames, self.height, self.width)
 
     @property
     def video_tokens(self) -> int:

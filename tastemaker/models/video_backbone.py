@@ -160,8 +160,13 @@ class VideoTransformerSpec(VideoSpec):
         self.compression.check_size(self.frames, self.height, self.width)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def video_shape(self) -> tuple[int, int, int, int]:
+        """Latents of a clip: [f, C, h, w]."""
         return self.compression.shape(self.frames, self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.video_shape
 
     @property
     def decode_tile_latents(self) -> int | None:

@@ -17,6 +17,8 @@ from ..core.types import Condition, Corrupted, Segment, select_rows
 from .dynamics import ODE, DenoisingStep, SamplerDynamics, ddim_mean
 from .paths import NoisePath, RectifiedFlow
 
+StepDistribution = Gaussian | SquaredErrorGaussian
+
 
 @dataclass(frozen=True)
 class SDEWindow:
@@ -160,9 +162,6 @@ class GaussianProcessWithMeans(GaussianProcess):
     """A Gaussian process whose segments keep the means of actions: one more latent per stochastic step."""
 
     keeps_action_means: ClassVar[bool] = True
-
-
-StepDistribution = Gaussian | SquaredErrorGaussian
 
 
 def ignore_untrained(step: StepDistribution, action: Tensor, model: Backbone) -> StepDistribution:

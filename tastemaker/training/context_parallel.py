@@ -130,8 +130,8 @@ def hook_sound(
         }
         return inputs, {**named, **every}
 
-    positions = (transformer.rope, transformer.cross_attn_rope)
-    return [each.register_forward_hook(split_positions) for each in positions] + [
+    of_video = (transformer.rope, transformer.cross_attn_rope)
+    return [each.register_forward_hook(split_positions) for each in of_video] + [
         block.video_to_audio_attn.register_forward_pre_hook(gather_keys, with_kwargs=True)
         for block in transformer.transformer_blocks
     ]
