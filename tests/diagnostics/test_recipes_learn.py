@@ -38,7 +38,7 @@ CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, on networks or objectives that a recipe of the other sets has too.
 LONG = {
     "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
-    "dancegrpo-wan-i2v", "vader-wan22-i2v-hps",
+    "dancegrpo-wan-i2v", "grpo-ltx2", "nft-hunyuanvideo15", "vader-hunyuanvideo15-hps", "vader-wan22-i2v-hps",
 }  # fmt: skip
 LONG_AUTOENCODERS = {"llamagen-vq8"}
 # Its teacher is the student with guidance. The last layer of a new tiny network is zero, so that both predict the same.
