@@ -132,13 +132,8 @@ VIDEO_MODELS = {
     "hunyuanvideo15": Family(HunyuanVideo15Spec().tiny(), GaussianProcess(RectifiedFlow(5.0), FlowSDE(0.7), 4)),
     "ltx2": Family(Ltx2Spec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
 }  # small random video generators, made of diffusers' components
-SIMILAR = (
-    "wan_i2v",
-    "ltx",
-    "hunyuanvideo",
-    "mochi",
-    "svd",
-)  # share their code with other video models; expensive tests skip them
+# Share their code with other video models; expensive tests skip them.
+SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "wan_i2v", "hunyuanvideo15", "ltx2")
 TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),
