@@ -68,7 +68,7 @@ TINY_CONFIGS: ComponentConfigs = {
         "rope_axes_dim": (4, 4, 4),
         "task_type": "t2v",
     },
-    "vae": {"block_out_channels": (32, 32, 32, 64, 64), "layers_per_block": 1},
+    "vae": {"block_out_channels": (32, 32, 32, 32, 64), "layers_per_block": 1},
     "text_encoder": {
         "vocab_size": 99,
         "hidden_size": 16,

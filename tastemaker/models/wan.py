@@ -259,7 +259,7 @@ class WanSpec(VideoTransformerSpec):
     seed: int = 0  # of random weights
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = WAN
-    backbone_class = WanBackbone
+    backbone_class: ClassVar[type[VideoBackbone]] = WanBackbone
 
     @property
     def compression(self) -> VideoCompression:

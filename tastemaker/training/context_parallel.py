@@ -314,7 +314,7 @@ class SummedGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = gradient.contiguous()
         dist.all_reduce(total, group=ctx.group)
-        return total.split(ctx.counts)[dist.get_rank(ctx.group)], None, None
+        return torch.split(total, ctx.counts)[dist.get_rank(ctx.group)], None, None
 
 
 @contextmanager
