@@ -33,6 +33,7 @@ from .video_backbone import (
 
 COMPRESSION = VideoCompression(channels=32, spatial_ratio=16, temporal_ratio=4, patch_size=1)
 GLYPH_TOKENS = 256  # of the text in quotation marks
+TINY_GLYPH_TOKENS = 8
 QWEN_LAYER = -3  # index of the hidden states that condition the transformer
 CONFIGS: ComponentConfigs = {
     "transformer": {"task_type": "t2v"},  # the other settings are diffusers' defaults
@@ -109,7 +110,8 @@ class Hunyuan15PromptEncoder(TextEncoders):
         self.published: Any = HunyuanVideo15Pipeline
         self.has_template = components.path is not None
         self.qwen = components.load_text_encoder("text_encoder", Qwen2_5_VLTextModel, "tokenizer", max_text_tokens)
-        self.byt5 = components.load_text_encoder("text_encoder_2", T5EncoderModel, "tokenizer_2", GLYPH_TOKENS)
+        glyph_tokens = GLYPH_TOKENS if self.has_template else TINY_GLYPH_TOKENS
+        self.byt5 = components.load_text_encoder("text_encoder_2", T5EncoderModel, "tokenizer_2", glyph_tokens)
         self.text_encoders = self.qwen, self.byt5
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:

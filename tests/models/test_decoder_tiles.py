@@ -81,7 +81,8 @@ def test_only_time_tiles_with_a_needed_frame_are_decoded() -> None:
         decode_in_time_tiles(decode, latents, [41], 4, 4)
 
 
-@pytest.mark.parametrize("frames", [[40], pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [[40], pytest.param(None, marks=pytest.mark.long)])
 def test_time_tiles_of_a_model_need_less_memory_for_the_gradient(
     frames: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
