@@ -24,10 +24,12 @@ from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
+from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
 from tastemaker.models.janus.model import JanusSpec
 from tastemaker.models.latent_dit.model import LatentDitSpec
 from tastemaker.models.llamagen.model import LlamagenSpec
 from tastemaker.models.ltx import LtxSpec
+from tastemaker.models.ltx2 import Ltx2Spec
 from tastemaker.models.mochi import MochiSpec
 from tastemaker.models.modelscope import ModelscopeSpec
 from tastemaker.models.opensora.model import OpenSoraSpec
@@ -43,6 +45,7 @@ from tastemaker.models.svd import SvdSpec
 from tastemaker.models.toy import ToyCausalSpec, ToyFlowSpec, ToyMaskedSpec
 from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.models.wan import WanSpec
+from tastemaker.models.wan_i2v import WanI2VSpec
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.dynamics import DDIM, ConsistencySampling, FlowSDE
@@ -133,9 +136,18 @@ VIDEO_MODELS = {
         MochiSpec().tiny(), GaussianProcess(RectifiedFlow(linear_quadratic_threshold=0.025), FlowSDE(0.7), 4)
     ),
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
+    "wan_i2v": Family(
+        WanI2VSpec(image_conditioning="first_frame", image=IMAGE).tiny(),
+        GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4),
+    ),
+    "hunyuanvideo15": Family(HunyuanVideo15Spec().tiny(), GaussianProcess(RectifiedFlow(5.0), FlowSDE(0.7), 4)),
+    "ltx2": Family(Ltx2Spec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
 }  # small random video generators, made of diffusers' components
 # Share their code with other models; expensive tests skip them.
-SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd", "qwen_image_edit", "qwen_image_21", "sana_sprint")
+SIMILAR = (
+    "ltx", "hunyuanvideo", "mochi", "svd", "wan_i2v", "hunyuanvideo15", "ltx2",
+    "qwen_image_edit", "qwen_image_21", "sana_sprint",
+)  # fmt: skip
 TOKEN_MODELS = {
     "janus": Family(JanusSpec().tiny(), AutoregressiveProcess()),
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import (
+    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaModel,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -23,7 +33,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.models import cogvideox, hunyuanvideo, ltx, mochi, wan
+from tastemaker.models import cogvideox, hunyuanvideo, hunyuanvideo15, ltx, ltx2, mochi, wan, wan_i2v
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
 from tastemaker.models.ltx import LtxSpec
@@ -31,6 +41,7 @@ from tastemaker.models.mochi import MochiSpec
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.models.pretrained import silence_libraries
 from tastemaker.models.wan import WanSpec
+from tastemaker.models.wan_i2v import WanI2VSpec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
@@ -51,6 +62,37 @@ def wan_pipeline(two_stages: bool) -> Any:
         transformer=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer"]),
         transformer_2=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer_2"]) if two_stages else None,
         boundary_ratio=0.875 if two_stages else None,
+    )
+
+
+SOURCE_IMAGE = Image.fromarray(  # of the size of tiny clips, so that nothing is resized
+    (torch.rand(32, 32, 3, generator=torch.Generator().manual_seed(3)) * 255).byte().numpy()
+)
+
+
+def wan_i2v_pipeline(spec: WanI2VSpec) -> Any:
+    from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler as Scheduler
+    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    # The image pipeline calls ftfy without looking whether it is installed.
+    vars(pipeline_wan_i2v)["prompt_clean"] = pipeline_wan.prompt_clean
+    network, reads_clip = wan_i2v.TINY_NETWORKS[spec.image_conditioning], spec.image_conditioning == "clip"
+    vision, side = wan_i2v.TINY_VISION, wan_i2v.TINY_VISION["image_size"]
+    return WanImageToVideoPipeline(
+        tokenizer=t5_tokenizer(),
+        text_encoder=UMT5EncoderModel(UMT5Config(**wan.TINY_CONFIGS["text_encoder"])),
+        vae=AutoencoderKLWan(**wan.TINY_CONFIGS["vae"]),
+        scheduler=Scheduler(shift=3.0),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+        if reads_clip
+        else None,
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(**vision)) if reads_clip else None,
+        transformer=WanTransformer3DModel(**network),
+        transformer_2=WanTransformer3DModel(**network) if spec.boundary_ratio else None,
+        boundary_ratio=spec.boundary_ratio,
+        expand_timesteps=spec.image_conditioning == "first_frame",
     )
 
 
@@ -105,6 +147,44 @@ def ltx_pipeline() -> Any:
     )
 
 
+def ltx2_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLLTX2Audio,
+        AutoencoderKLLTX2Video,
+        FlowMatchEulerDiscreteScheduler,
+        LTX2Pipeline,
+        LTX2VideoTransformer3DModel,
+    )
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    configs = ltx2.TINY_CONFIGS
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            base_image_seq_len=1024,
+            base_shift=0.95,
+            max_image_seq_len=4096,
+            max_shift=2.05,
+            shift_terminal=0.1,
+            use_dynamic_shifting=True,
+        ),
+        vae=AutoencoderKLLTX2Video(**configs["vae"]),
+        audio_vae=AutoencoderKLLTX2Audio(base_channels=128, latent_channels=8, num_res_blocks=1, ch_mult=(1, 1, 1)),
+        text_encoder=Gemma3ForConditionalGeneration(Gemma3Config(**configs["text_encoder"])),
+        tokenizer=t5_tokenizer(),
+        connectors=LTX2TextConnectors(**configs["connectors"]),
+        transformer=LTX2VideoTransformer3DModel(**configs["transformer"]),
+        vocoder=LTX2Vocoder(
+            in_channels=128,
+            hidden_channels=8,
+            out_channels=2,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+    )
+
+
 def clip_tokenizer() -> CLIPTokenizer:
     characters = list(bytes_to_unicode().values())
     vocabulary = [*characters, *(f"{character}</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
@@ -128,6 +208,30 @@ def hunyuan_pipeline() -> Any:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"])),
         tokenizer_2=clip_tokenizer(),
+    )
+
+
+def hunyuan15_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+
+    configs, tokenizer = hunyuanvideo15.TINY_CONFIGS, t5_tokenizer()
+    # 120 tokens of the system message, of which the pipeline cuts off 108.
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'][-120:] }} {% endfor %}"
+    return HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**configs["text_encoder"])),
+        tokenizer=tokenizer,
+        transformer=HunyuanVideo15Transformer3DModel(**configs["transformer"]),
+        vae=AutoencoderKLHunyuanVideo15(**configs["vae"]),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=T5EncoderModel(T5Config(**configs["text_encoder_2"])),
+        tokenizer_2=ByT5Tokenizer(),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
     )
 
 
@@ -215,6 +319,26 @@ CASES = {
         4.0,
     ),
 }
+CASES |= {
+    name: Case(
+        partial(wan_i2v_pipeline, spec), spec, GaussianProcess(SHIFTED_TWICE, num_steps=4), 4.0, {"image": SOURCE_IMAGE}
+    )
+    for name, spec in {
+        "wan-i2v": replace(WanI2VSpec().tiny(), max_text_tokens=512),
+        "wan22-i2v": WanI2VSpec(image_conditioning="latents", boundary_ratio=0.9).tiny(),
+        "wan22-ti2v": WanI2VSpec(image_conditioning="first_frame").tiny(),
+    }.items()
+}
+
+
+def source_metadata(case: Case) -> dict[str, Tensor]:
+    """Metadata with the source image of a case, if it has one, as pixels [1, 3, H, W]."""
+    image = (case.call_options or {}).get("image")
+    return {} if image is None else {"image": to_tensor(image)}
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).movedim(-1, 0)[None] / 255
 
 
 def save_pipeline(case: Case, folder: Path) -> Any:

@@ -63,6 +63,9 @@ class Backbone(TrainableModel, ABC):
     codebook_size: int | None = None  # of models that generate tokens
     guidance: Guidance | None = None  # classifier-free guidance that a wrapper adds around the model
     has_unconditional: bool = False  # whether `without_prompt` is implemented; otherwise the empty prompt is embedded
+    # Elements of a latent sample that are sampled but not trained, such as the sound of a video: bool [*shape].
+    # They follow the ODE of the sampler, and neither log-probabilities nor errors of predictions count them.
+    untrained_elements: Tensor | None = None
     answers_questions: bool = False  # whether `score_answers` is implemented: vision-language models such as Show-o
 
     @abstractmethod
@@ -201,6 +204,7 @@ class BackboneWrapper(Backbone):
     def __init__(self, model: Backbone) -> None:
         self.model, self.traits, self.codebook_size = model, model.traits, model.codebook_size
         self.shape, self.pixels, self.forward_passes = model.shape, model.pixels, model.forward_passes
+        self.untrained_elements = model.untrained_elements
 
     @abstractmethod
     def rewrap(self, model: Backbone) -> Self:

@@ -30,10 +30,12 @@ from ..models.cogvideox import CogVideoXSpec
 from ..models.component_configs import T5_XXL, ComponentConfigs
 from ..models.flux_kontext import FluxKontextSpec
 from ..models.hunyuanvideo import HunyuanVideoSpec
+from ..models.hunyuanvideo15 import GLYPH_TOKENS, HunyuanVideo15Spec
 from ..models.janus.model import JanusSpec
 from ..models.latent_dit.model import LatentDitBackbone, LatentDitSpec, load_latent_dit
 from ..models.llamagen.model import LlamagenSpec
 from ..models.ltx import LtxSpec
+from ..models.ltx2 import Ltx2Spec
 from ..models.mochi import MochiSpec
 from ..models.nets.magvit import Magvit
 from ..models.opensora.components import T5
@@ -47,11 +49,12 @@ from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
 from ..models.wan import NoiseLevelExperts, WanSpec
+from ..models.wan_i2v import WanI2VSpec
 from .fake_token_backbones import ConditioningSpec, load_janus, load_llamagen
 
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
 CLIP_TEXT_TOKENS = 77
-TEXT_MASK = "attention_mask"  # which text tokens are not padding
+TEXT_MASKS = ("attention_mask", "glyph_mask")  # which text tokens are not padding
 ConditioningShapes = dict[str, tuple[int, ...]]
 
 
@@ -170,6 +173,26 @@ def trace_qwen_image_21(
     return (net.proj_out(net.norm_out(x, temb, is_image)),)
 
 
+def run_hunyuan15(
+    net: Any,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_attention_mask: Tensor,
+    encoder_hidden_states_2: Tensor,
+    **unused: object,
+) -> tuple[Tensor]:
+    """The forward pass of HunyuanVideo 1.5 on text without padding: fake masks cannot select tokens."""
+    text = net.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
+    tokens = torch.cat([net.context_embedder_2(encoder_hidden_states_2), text], 1)
+    mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    x, temb, rotary = net.x_embedder(hidden_states), net.time_embed(timestep), net.rope(hidden_states)
+    for block in net.transformer_blocks:
+        x, tokens = block(x, tokens, temb, mask, rotary)
+    output = net.proj_out(net.norm_out(x, temb))  # one token per latent
+    return (output.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
+
+
 def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSpec]:
     """Load a diffusers pipeline with random weights of the published sizes."""
     if not isinstance(spec, PublishedSpec):
@@ -185,8 +208,11 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
         backbone.net.__class__ = FakeExperts
     if isinstance(spec, QwenImage21Spec):
         backbone.net.__class__ = type("FakeQwenImage21", (type(backbone.net),), {"forward": trace_qwen_image_21})
+    if isinstance(spec, HunyuanVideo15Spec):
+        network_class = type(backbone.net)
+        backbone.net.__class__ = type(network_class.__name__, (network_class,), {"forward": run_hunyuan15})
     shapes = conditioning_shapes(spec, configs[hub])
-    dtypes = {name: torch.bool if name == TEXT_MASK else placement.dtype for name in shapes}
+    dtypes = {name: torch.bool if name in TEXT_MASKS else placement.dtype for name in shapes}
     return backbone, {name: (shape, dtypes[name]) for name, shape in shapes.items()}
 
 
@@ -253,17 +279,35 @@ def conditioning_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShape
 
 
 def masked_text_shapes(spec: Any, width: int) -> ConditioningShapes:
-    return {"prompt_embeds": (spec.max_text_tokens, width), TEXT_MASK: (spec.max_text_tokens,)}
+    return {"prompt_embeds": (spec.max_text_tokens, width), "attention_mask": (spec.max_text_tokens,)}
+
+
+def wan_i2v_shapes(spec: WanI2VSpec, net: dict[str, Any]) -> ConditioningShapes:
+    """Text, the latents of the source image, and its 257 CLIP tokens if the network reads them."""
+    shapes = {"prompt_embeds": (spec.max_text_tokens, net["text_dim"]), "image_latents": spec.shape}
+    if spec.image_conditioning == "first_frame":
+        shapes["image_latents"] = (1, *spec.shape[1:])
+    return shapes | ({"image_embeds": (257, net["image_dim"])} if spec.image_conditioning == "clip" else {})
 
 
 VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = {
     WanSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_dim"])},
+    WanI2VSpec: wan_i2v_shapes,
     CogVideoXSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_embed_dim"])},
     LtxSpec: lambda spec, net: masked_text_shapes(spec, net["caption_channels"]),
+    Ltx2Spec: lambda spec, net: {
+        **masked_text_shapes(spec, width := net.get("caption_channels", 3840)),
+        "audio_prompt_embeds": (spec.max_text_tokens, width),
+    },
     MochiSpec: lambda spec, net: masked_text_shapes(spec, net["text_embed_dim"]),
     HunyuanVideoSpec: lambda spec, net: {
         **masked_text_shapes(spec, net["text_embed_dim"]),
         "pooled_prompt_embeds": (net["pooled_projection_dim"],),
+    },
+    HunyuanVideo15Spec: lambda spec, net: {
+        **masked_text_shapes(spec, net.get("text_embed_dim", 3584)),
+        "glyph_embeds": (GLYPH_TOKENS, net.get("text_embed_2_dim", 1472)),
+        "glyph_mask": (GLYPH_TOKENS,),
     },
     SvdSpec: lambda spec, net: {"look": (1, net["cross_attention_dim"]), "reference": spec.shape[1:]},
 }

@@ -105,7 +105,7 @@ class CogVideoXBackbone(VideoBackbone):
 
     def __init__(self, spec: CogVideoXSpec, placement: Placement) -> None:
         super().__init__(spec, placement)
-        self.rotary = rotary_embedding(self.net.config, spec.shape, placement)
+        self.rotary = rotary_embedding(self.net.config, spec.video_shape, placement)
 
     def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
         velocity: Tensor = self.net(

@@ -24,6 +24,16 @@ CLIP_G: dict[str, Any] = {
     "num_attention_heads": 20,
     "hidden_act": "gelu",
 }
+CLIP_H_VISION: dict[str, Any] = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "projection_dim": 1024,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+}
 T5_XXL: dict[str, Any] = {
     "vocab_size": 32128,
     "d_model": 4096,

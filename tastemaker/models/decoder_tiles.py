@@ -1,8 +1,8 @@
-"""Decode frames in overlapping spatial tiles, so that only one tile's activations are in memory, also for gradients."""
+"""Decode clips in overlapping tiles in space and time, so that only one tile's activations are in memory at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,44 @@ def decode_in_tiles(decode: Callable[[Tensor], Tensor], latents: Tensor, tile: i
             weights[inside] += weight
     assert total is not None and weights is not None  # there is at least one tile
     return total / weights
+
+
+def decode_in_time_tiles(
+    decode: Callable[[Tensor, Sequence[int]], Tensor],
+    latents: Tensor,
+    frames: Sequence[int],
+    tile: int | None,
+    ratio: int,
+) -> Tensor:
+    """Decode some frames of latents [B, C, f, h, w], in tiles of `tile` latents in time; None: the whole clip.
+
+    The first latent is one frame, each other `ratio` frames. The first latent of a later tile is context only: its one
+    frame is dropped. Tiles are blended linearly where they overlap; those without a frame of `frames` are left out.
+    In the backward pass each tile is decoded again, one at a time.
+    """
+    length = latents.shape[2]
+    if tile is None or length <= tile:
+        return decode(latents, frames)
+    overlap = max(1, round(OVERLAP * tile))
+    starts = [*range(0, length - tile, max(1, tile - 1 - overlap)), length - tile]
+    sums: dict[int, Tensor] = {}
+    weights = dict.fromkeys(frames, 0.0)
+    for start in starts:
+        first, last = start * ratio + (start > 0), (start + tile - 1) * ratio  # frames of the tile, both included
+        inside = [frame for frame in weights if first <= frame <= last]
+        if not inside:
+            continue
+        part, places = latents[:, :, start : start + tile], [frame - start * ratio for frame in inside]
+        pixels = (
+            checkpoint(decode, part, places, use_reentrant=False) if torch.is_grad_enabled() else decode(part, places)
+        )
+        for index, frame in enumerate(inside):
+            rise = 1.0 if start == 0 else (frame - first + 0.5) / (overlap * ratio)
+            fall = 1.0 if start + tile == length else (last - frame + 0.5) / (overlap * ratio)
+            weight = min(1.0, rise, fall)
+            sums[frame] = sums.get(frame, 0) + weight * pixels[:, :, index]
+            weights[frame] += weight
+    return torch.stack([sums[frame] / weights[frame] for frame in frames], 2)
 
 
 def tile_starts(side: int, tile: int | None) -> list[int]:

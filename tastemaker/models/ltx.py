@@ -17,6 +17,7 @@ from .video_backbone import (
     ConditioningTensors,
     T5PromptEncoder,
     TextTokenCount,
+    TileFrames,
     TileSize,
     VideoBackbone,
     VideoCompression,
@@ -104,6 +105,7 @@ class LtxSpec(VideoTransformerSpec):
     max_text_tokens: TextTokenCount = 128  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
+    decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     supports_context_parallel: ClassVar[bool] = True
@@ -120,6 +122,10 @@ class LtxSpec(VideoTransformerSpec):
             raise ValueError(
                 f"'fps': expected frames per second above 0 and at most 1000, got {self.fps}; correct 'fps' [TM465]"
             )
+
+    @property
+    def decode_tile_latents(self) -> int | None:
+        return COMPRESSION.tile_latents(self.decode_tile_frames)
 
     def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
         return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=False)

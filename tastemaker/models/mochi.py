@@ -19,6 +19,7 @@ from .video_backbone import (
     ConditioningTensors,
     T5PromptEncoder,
     TextTokenCount,
+    TileFrames,
     TileSize,
     VideoBackbone,
     VideoCompression,
@@ -108,6 +109,7 @@ class MochiSpec(VideoTransformerSpec):
     max_text_tokens: TextTokenCount = 256  # sequence length of prompts, truncated or padded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
+    decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = MOCHI
@@ -116,6 +118,10 @@ class MochiSpec(VideoTransformerSpec):
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "MochiPipeline", "transformer", "lora_unet", mochi_to_original, comfyui_layer=refuse_fused_layers
     )
+
+    @property
+    def decode_tile_latents(self) -> int | None:
+        return COMPRESSION.tile_latents(self.decode_tile_frames)
 
     def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
         return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=True)

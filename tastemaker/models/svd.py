@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from ..core.model_spec import PipelineLayout
 from ..core.policy import Backbone
-from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.paths import karras_sigma
 from ..rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
 from .checkpoint_keys import reject_unknown_names
-from .component_configs import ComponentConfigs
+from .component_configs import CLIP_H_VISION, ComponentConfigs
+from .condition_images import ConditionImageEncoder, prompt_images
 from .image_backbone import (
     DOWNSAMPLE_FACTOR,
     cast_to_network_dtype,
     check_image_size,
-    condition_image_key,
-    read_condition_image,
 )
 from .pipeline_components import TINY, PublishedModel
 from .pretrained import WeightsSource
@@ -33,7 +31,6 @@ from .text_encoders import disable_autocast, temporarily_on_device
 from .video_backbone import VIDEO_TRAITS, DecodeFrames, FrozenVideoVae, VideoSide, VideoSpec, check_clip_shape
 
 CLIP_IMAGE_SIZE = 224
-ImageConditioning = tuple[Tensor, Tensor]  # CLIP embedding [1, D] and VAE latents [C, h, w] of an image
 SVD_XT: ComponentConfigs = {
     "unet": {
         "block_out_channels": (320, 640, 1280, 1280),
@@ -47,16 +44,7 @@ SVD_XT: ComponentConfigs = {
         "layers_per_block": 2,
         "latent_channels": 4,
     },
-    "image_encoder": {
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "projection_dim": 1024,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "image_size": 224,
-        "patch_size": 14,
-        "hidden_act": "gelu",
-    },
+    "image_encoder": CLIP_H_VISION,
 }
 TINY_CONFIGS: ComponentConfigs = {
     "unet": {
@@ -104,44 +92,21 @@ class SvdImageEncoder:
 
     vision_encoder: Any
     vae: Any
-    size: tuple[int, int]
     noise_aug_strength: float
     seed: int
-    device: torch.device
 
-    def __call__(self, images: Sequence[object]) -> dict[str, Tensor]:
-        """Encode paths or pixels [F, 3, H, W], each once: look [B, 1, D] and reference [B, C, h, w]."""
-        if all(image is None for image in images):
-            raise ConfigError(
-                "model.image: this model needs an image, and none was given; set model.image, or add an `image` to "
-                "each prompt's metadata [TM535]"
-            )
-        encoded: dict[int | str, ImageConditioning] = {}
-        for image in images:
-            if (key := condition_image_key(image)) not in encoded:
-                pixels = read_condition_image(image, *self.size)
-                if pixels is None:
-                    raise ValueError(
-                        "a prompt has no `image` in its metadata, but other prompts do; give each prompt a path "
-                        "or pixels [TM536]"
-                    )
-                encoded[key] = self._encode(pixels.to(self.device))
-        rows = [encoded[condition_image_key(image)] for image in images]
-        look, latents = (torch.stack(x) for x in zip(*rows, strict=True))
-        return {"look": look, "reference": latents}
-
-    @torch.no_grad()
-    def _encode(self, image: Tensor) -> ImageConditioning:
+    def __call__(self, image: Tensor) -> dict[str, Tensor]:
+        """Encode pixels [1, 3, H, W]: look [1, D] and reference [C, h, w]."""
         from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as published
 
         resize: Any = published._resize_with_antialiasing
-        mean, std = (torch.tensor(x, device=self.device).view(3, 1, 1) for x in (CLIP_MEAN, CLIP_STD))
+        mean, std = (torch.tensor(x, device=image.device).view(3, 1, 1) for x in (CLIP_MEAN, CLIP_STD))
         clip_input = ((resize(2 * image - 1, (CLIP_IMAGE_SIZE, CLIP_IMAGE_SIZE)) + 1) / 2 - mean) / std
-        noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
-        with disable_autocast(image), temporarily_on_device(self.vision_encoder, self.device):
+        noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(self.seed)).to(image.device)
+        with disable_autocast(image), temporarily_on_device(self.vision_encoder, image.device):
             look = self.vision_encoder(clip_input.to(self.vision_encoder.dtype)).image_embeds
             noisy = (2 * image - 1 + self.noise_aug_strength * noise).to(self.vae.dtype)
-            return look.float(), self.vae.encode(noisy).latent_dist.mode()[0].float()
+            return {"look": look.float(), "reference": self.vae.encode(noisy).latent_dist.mode()[0].float()}
 
 
 class SvdBackbone(Backbone):
@@ -167,14 +132,13 @@ class SvdBackbone(Backbone):
             vae, svd_decoder(vae, spec.decode_chunk_size), per_frame_encoder=True
         )
         vision_encoder = components.load_encoder("image_encoder", CLIPVisionModelWithProjection)
-        self.image_encoder = SvdImageEncoder(
-            vision_encoder, vae, (spec.height, spec.width), spec.noise_aug_strength, spec.seed, placement.device
-        )
+        encoder = SvdImageEncoder(vision_encoder, vae, spec.noise_aug_strength, spec.seed)
+        self.image_encoder = ConditionImageEncoder(encoder, (spec.height, spec.width), placement.device)
         self.spec, self.shape, self.pixels = spec, spec.shape, (spec.frames, 3, spec.height, spec.width)
         self.forward_passes = 1 if spec.guidance_scale is None else 2
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        images = [each.get("image", self.spec.image) for each in metadata] or [self.spec.image] * len(prompts)
+        images = prompt_images(prompts, metadata, self.spec.image)
         return Condition(tuple(prompts), self.image_encoder(images), tuple(metadata))
 
     def without_prompt(self, cond: Condition) -> Condition:

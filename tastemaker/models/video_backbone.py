@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .decoder_tiles import decode_in_tiles
+from .decoder_tiles import decode_in_tiles, decode_in_time_tiles
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
 from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
 from .text_encoders import TextEncoder, TextEncoders, disable_autocast
@@ -33,6 +33,7 @@ class DecodeFrames(Protocol):
 
 
 TileSize = Annotated[int, Field(ge=64)]  # pixels per side
+TileFrames = Annotated[int, Field(ge=9)]  # frames per tile
 VIDEO_TRAITS = NetworkTraits(lora_targets=ATTENTION_LAYERS)
 
 
@@ -46,6 +47,8 @@ class FrozenVideoVae:
     decode_frames: DecodeFrames
     per_frame_encoder: bool = False  # the encoder is that of an image VAE
     tile: int | None = None  # latents per side of the tiles that are decoded one at a time; None: whole frames
+    time_tile: int | None = None  # latents in time of these tiles; None: whole clips
+    temporal_ratio: int = 1  # frames per latent, after the first
 
     @classmethod
     def from_network(cls, net: Any, decode_frames: DecodeFrames, *, per_frame_encoder: bool = False) -> FrozenVideoVae:
@@ -75,8 +78,12 @@ class FrozenVideoVae:
 
     def _decode(self, latents: Tensor, frames: Sequence[int]) -> Tensor:
         raw = (latents.transpose(1, 2) / self.scale + self.shift).to(self.net.dtype)
+
+        def decode_tile(part: Tensor) -> Tensor:
+            return decode_in_time_tiles(self.decode_frames, part, frames, self.time_tile, self.temporal_ratio)
+
         with disable_autocast(raw):
-            pixels = decode_in_tiles(partial(self.decode_frames, frames=frames), raw, self.tile).float()
+            pixels = decode_in_tiles(decode_tile, raw, self.tile).float()
         return (pixels / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
@@ -104,6 +111,10 @@ class VideoCompression:
     def chunk_frames(self) -> int:
         """Clips have one frame more than a multiple of this."""
         return self.temporal_ratio * self.chunk_size
+
+    def tile_latents(self, frames: int | None) -> int | None:
+        """Return the latents of a tile of that many frames: at least three, so that tiles overlap and move on."""
+        return None if frames is None else max(3, 1 + -(-(frames - 1) // self.temporal_ratio))
 
     def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the latent shape [f, C, h, w] of a clip."""
@@ -149,8 +160,18 @@ class VideoTransformerSpec(VideoSpec):
         self.compression.check_size(self.frames, self.height, self.width)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def video_shape(self) -> tuple[int, int, int, int]:
+        """Latents of a clip: [f, C, h, w]."""
         return self.compression.shape(self.frames, self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.video_shape
+
+    @property
+    def decode_tile_latents(self) -> int | None:
+        """Latents in time of the tiles that are decoded one at a time; None: whole clips, or as the VAE does."""
+        return None
 
     def load(self, placement: Placement) -> VideoBackbone:
         return self.backbone_class(self, placement)
@@ -176,7 +197,12 @@ class VideoBackbone(TextConditionedBackbone):
         self.spec, self.traits = spec, VIDEO_TRAITS
         tile_size = spec.decode_tile_size
         tile = None if tile_size is None else max(1, tile_size // spec.compression.spatial_ratio)
-        self.autoencoder = replace(self.load_vae(components), tile=tile)
+        self.autoencoder = replace(
+            self.load_vae(components),
+            tile=tile,
+            time_tile=spec.decode_tile_latents,
+            temporal_ratio=spec.compression.temporal_ratio,
+        )
         self.net = self.load_network(components)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.height, spec.width)

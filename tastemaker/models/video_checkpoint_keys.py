@@ -18,6 +18,12 @@ WAN_RULES: KeyRules = (
     (r"condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
     (r"condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
     (r"condition_embedder\.time_proj\.", "time_projection.1."),
+    (r"condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
+    (r"condition_embedder\.image_embedder\.ff\.net\.0\.proj\.", "img_emb.proj.1."),
+    (r"condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
+    (r"condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
+    (r"blocks\.(\d+)\.attn2\.add_([kv])_proj\.", r"blocks.\1.cross_attn.\2_img."),
+    (r"blocks\.(\d+)\.attn2\.norm_added_k\.", r"blocks.\1.cross_attn.norm_k_img."),
     *(
         rule
         for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
@@ -39,6 +45,19 @@ LTX_RULES: KeyRules = (
     (r"time_embed\.", "adaln_single."),
     (r"transformer_blocks\.(\d+)\.(attn[12])\.norm_([qk])\.", r"transformer_blocks.\1.\2.\3_norm."),
     (r"(transformer_blocks\.|caption_projection\.|proj_out\.|scale_shift_table)", r"\1"),
+)
+LTX2_RULES: KeyRules = (
+    (r"proj_in\.", "patchify_proj."),
+    (r"audio_proj_in\.", "audio_patchify_proj."),
+    (r"(audio_|)time_embed\.", r"\1adaln_single."),
+    (r"av_cross_attn_(video|audio)_scale_shift\.", r"av_ca_\1_scale_shift_adaln_single."),
+    (r"av_cross_attn_(?:video|audio)_(a2v|v2a)_gate\.", r"av_ca_\1_gate_adaln_single."),
+    (
+        r"transformer_blocks\.(\d+)\.(video|audio)_a2v_cross_attn_scale_shift_table",
+        r"transformer_blocks.\1.scale_shift_table_a2v_ca_\2",
+    ),
+    (r"transformer_blocks\.(\d+)\.(\w+)\.norm_([qk])\.", r"transformer_blocks.\1.\2.\3_norm."),
+    (r"(transformer_blocks\.|(?:audio_|)(?:caption_projection\.|proj_out\.|scale_shift_table))", r"\1"),
 )
 REFINER = r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\."
 REFINED = r"txt_in.individual_token_refiner.blocks.\1."
@@ -115,6 +134,11 @@ def ltx_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return rename_and_concat(tensors, LTX_RULES)
 
 
+def ltx2_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Rename a transformer's tensors as Lightricks do for LTX-2."""
+    return rename_and_concat(tensors, LTX2_RULES)
+
+
 def hunyuanvideo_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Rename a transformer's tensors as Tencent does, whose last modulation has shift before scale."""
     swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
@@ -136,6 +160,11 @@ def wan_layer_name(layer: str) -> str:
 def ltx_layer_name(layer: str) -> str:
     """Lightricks' name of a layer."""
     return _layer_name(layer, LTX_RULES)
+
+
+def ltx2_layer_name(layer: str) -> str:
+    """Lightricks' name of a layer of LTX-2."""
+    return _layer_name(layer, LTX2_RULES)
 
 
 def _layer_name(layer: str, rules: KeyRules) -> str:

@@ -118,14 +118,15 @@ class NoiseLevelExperts(nn.Module):
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool = False
     ) -> tuple[Tensor]:
-        is_high = timestep >= 1000 * self.boundary
-        out = torch.empty_like(hidden_states)
+        is_high, parts, places = timestep >= 1000 * self.boundary, [], []
         for expert, mask in ((self.high, is_high), (self.low, ~is_high)):
             if bool(mask.any()):
                 rows = mask.nonzero()[:, 0]
-                part = expert(hidden_states[rows], timestep[rows], encoder_hidden_states[rows], return_dict=False)[0]
-                out = out.to(part.dtype).index_copy(0, rows, part)
-        return (out,)
+                parts += [
+                    expert(hidden_states[rows], timestep[rows], encoder_hidden_states[rows], return_dict=False)[0]
+                ]
+                places += [rows]
+        return (torch.cat(parts)[torch.cat(places).argsort()],)
 
 
 class WanPromptEncoder(TextEncoders):
@@ -258,7 +259,7 @@ class WanSpec(VideoTransformerSpec):
     seed: int = 0  # of random weights
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = WAN
-    backbone_class = WanBackbone
+    backbone_class: ClassVar[type[VideoBackbone]] = WanBackbone
 
     @property
     def compression(self) -> VideoCompression:

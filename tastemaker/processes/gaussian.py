@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.distributions import Distribution, Gaussian, expand_dims_like
+from ..core.distributions import Distribution, Gaussian, SquaredErrorGaussian, expand_dims_like
 from ..core.guidance import GuidedBackbone, count_forward_passes, without_guidance
 from ..core.policy import Backbone, Guidance, Process, Rollout
 from ..core.randomness import Purpose, Randomness
@@ -17,6 +17,8 @@ from ..core.rollout_scope import ROLLOUTS
 from ..core.types import Condition, Corrupted, Segment, select_rows
 from .dynamics import ODE, DenoisingStep, SamplerDynamics, ddim_mean
 from .paths import NoisePath, RectifiedFlow
+
+StepDistribution = Gaussian | SquaredErrorGaussian
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class GaussianProcess(Process):
 
     def action_distribution(self, model: Backbone, cond: Condition, segment: Segment) -> Distribution:
         clean = self.predict_clean(model, segment.state, segment.t, cond)
-        return self.dynamics.step(self.path, self.denoising_step(segment.state, segment.t, segment.s, clean))
+        step = self.dynamics.step(self.path, self.denoising_step(segment.state, segment.t, segment.s, clean))
+        return ignore_untrained(step, segment.action, model)
 
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
@@ -139,13 +142,20 @@ class GaussianProcess(Process):
 
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Gaussian:
         clean = self.predict_clean(model, noisy.x, noisy.t, cond)
+        if model.untrained_elements is not None:  # the true clean values: without error and gradient
+            alpha, sigma = (expand_dims_like(level(noisy.t), clean) for level in (self.path.alpha, self.path.sigma))
+            true = (noisy.x - sigma * noisy.noise) / alpha.clamp(min=1e-6)
+            clean = torch.where(model.untrained_elements, true, clean)
         return Gaussian(clean, self.path.output_error_weight(noisy.t).rsqrt())
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
         """Minus the mean squared error of the network's output at the noise level of `noisy`: [B]."""
         model, cond = without_guidance(model, cond)
         output = model.predict(noisy.x, noisy.t, cond).float()
-        return -((output - self.path.target(x, noisy.noise, noisy.t)) ** 2).flatten(1).mean(1)
+        error = output - self.path.target(x, noisy.noise, noisy.t)
+        if model.untrained_elements is not None:
+            error = error.masked_fill(model.untrained_elements, 0)
+        return -(error**2).flatten(1).mean(1)
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,13 @@ class GaussianProcessWithMeans(GaussianProcess):
     """A Gaussian process whose segments keep the means of actions: one more latent per stochastic step."""
 
     keeps_action_means: ClassVar[bool] = True
+
+
+def ignore_untrained(step: StepDistribution, action: Tensor, model: Backbone) -> StepDistribution:
+    """The distribution of a step whose mean, in elements that do not train, is the action: constant there."""
+    if model.untrained_elements is None:
+        return step
+    return replace(step, mean=torch.where(model.untrained_elements, action, step.mean))
 
 
 class GaussianRollout(Rollout):
@@ -189,6 +206,9 @@ class GaussianRollout(Rollout):
         if process.stochastic and i in self.stochastic_steps and float(self.timesteps[i + 1]) > 0:
             distribution = process.dynamics.step(process.path, process.denoising_step(self.x, t, s, self.clean))
             action = distribution.sample(self.rng, Purpose.SAMPLER_STEP, i)
+            if self.model.untrained_elements is not None:
+                action = torch.where(self.model.untrained_elements, process.ode_step(self.x, t, s, self.clean), action)
+                distribution = ignore_untrained(distribution, action, self.model)
             log_prob = distribution.log_prob(action.detach()).detach()
             mask = torch.ones_like(log_prob)
             mean = distribution.mean.detach() if process.keeps_action_means else None

@@ -24,7 +24,12 @@ from .distributed import CollectiveComm, DistributedComm
 OUTPUT = "proj_out"  # the last layer of every transformer, after which the tokens are gathered
 Plan = Mapping[str, Any]  # what diffusers splits and gathers, by the name of the module
 # Text stays whole on every rank where image tokens read it by cross-attention, which then needs no communication.
-CROSS_ATTENTION = {"LTXVideoTransformer3DModel": ("encoder_hidden_states", "encoder_attention_mask")}
+CROSS_ATTENTION = {
+    "LTXVideoTransformer3DModel": ("encoder_hidden_states", "encoder_attention_mask"),
+    "LTX2VideoTransformer3DModel": ("encoder_hidden_states", "encoder_attention_mask"),
+}
+# Sound stays whole on every rank. diffusers' plan leaves out that it attends to all tokens of the video.
+WITH_SOUND = "LTX2VideoTransformer3DModel"
 
 
 def split_data_parallel(
@@ -67,11 +72,13 @@ def enable_context_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         config.setup(dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type), mesh=mesh)
         for name, module in transformer.named_modules():
             processor = getattr(module, "processor", None)
-            if processor is not None and not (splits_no_text(transformer) and name.endswith("attn2")):
+            if processor is not None and shares_tokens(transformer, name):
                 processor._parallel_config = config
         transformer.register_forward_pre_hook(partial(_prepare_call, parallel, plan), with_kwargs=True)
         apply_context_parallel(transformer, parallel, {name: each for name, each in plan.items() if name != OUTPUT})
         transformer.get_submodule(OUTPUT).register_forward_hook(partial(_gather_tokens, parallel))
+        if type(transformer).__name__ == WITH_SOUND:
+            hook_sound(transformer, partial(_own_part, parallel), partial(_gather_all, parallel))
 
 
 def find_plans(net: nn.Module, count: int) -> list[tuple[nn.Module, Plan]]:
@@ -90,14 +97,56 @@ def _trainable_plan(transformer: Any) -> Plan:
     whole = {*CROSS_ATTENTION.get(type(transformer).__name__, ()), "timestep"}
     plan: dict[str, Any] = {}
     for module, entries in transformer._cp_plan.items():
+        if module == "rope" and type(transformer).__name__ == WITH_SOUND:
+            continue  # `hook_sound` splits both of its position tables
         kept = {key: entry for key, entry in entries.items() if key not in whole} if isinstance(entries, dict) else None
         if kept or kept is None:
             plan[module] = kept or entries
     return plan
 
 
-def splits_no_text(transformer: nn.Module) -> bool:
-    return type(transformer).__name__ in CROSS_ATTENTION
+def shares_tokens(transformer: nn.Module, name: str) -> bool:
+    """Whether an attention layer is over tokens that are split: where text or sound stays whole, the first alone."""
+    return type(transformer).__name__ not in CROSS_ATTENTION or name.rpartition(".")[2] == "attn1"
+
+
+def hook_sound(
+    transformer: Any, split: Callable[[Tensor, int], Tensor], gather: Callable[[Tensor, int], Tensor]
+) -> list[Any]:
+    """Split the positions of the video, and let the sound attend to all of its tokens; returns the hooks' handles.
+
+    Every rank computes the whole sound. Its gradient comes from the rank's own tokens of the video, because no loss
+    reads the sound, so the gradients of the ranks add up here as well.
+    """
+
+    def split_positions(_: nn.Module, inputs: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(split(table, table.ndim - 2) for table in tables)
+
+    def gather_keys(_: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        keys, positions = named["encoder_hidden_states"], named["key_rotary_emb"]
+        every = {
+            "encoder_hidden_states": gather(keys, 1),
+            "key_rotary_emb": tuple(gather(table, table.ndim - 2) for table in positions),
+        }
+        return inputs, {**named, **every}
+
+    of_video = (transformer.rope, transformer.cross_attn_rope)
+    return [each.register_forward_hook(split_positions) for each in of_video] + [
+        block.video_to_audio_attn.register_forward_pre_hook(gather_keys, with_kwargs=True)
+        for block in transformer.transformer_blocks
+    ]
+
+
+def _own_part(parallel: Any, x: Tensor, dim: int) -> Tensor:
+    """This rank's tokens of a tensor that every rank has."""
+    group = parallel._ulysses_mesh.get_group()
+    return x.tensor_split(parallel.ulysses_degree, dim=dim)[dist.get_rank(group)]
+
+
+def _gather_all(parallel: Any, x: Tensor, dim: int) -> Tensor:
+    """The tokens of all ranks; their gradients are summed over the ranks, which use them for different losses."""
+    gather: Callable[..., Tensor] = SummedGather.apply
+    return gather(x.transpose(0, dim), parallel.image_counts, parallel._ulysses_mesh.get_group()).transpose(0, dim)
 
 
 def _prepare_call(
@@ -117,6 +166,8 @@ def _prepare_call(
     padding = -named["encoder_hidden_states"].shape[1] % count if splits_text else 0
     if padding and "encoder_hidden_states_mask" in named:
         named = _pad_text(named, padding)
+    if "timestep" in named and named["timestep"].ndim == 2:  # of every token
+        named = {**named, "timestep": _own_part(parallel, named["timestep"], 1)}
     hidden_states = named["hidden_states"] if "hidden_states" in named else inputs[0]
     image_counts = split_evenly(count_tokens(net, hidden_states), count)
     text_counts = split_evenly(named["encoder_hidden_states"].shape[1] if splits_text else 0, count)
@@ -248,6 +299,24 @@ class HeadExchange(torch.autograd.Function):
         return exchange_tokens(gradient, ctx.counts, ctx.group), None, None
 
 
+class SummedGather(torch.autograd.Function):
+    """Tokens of all ranks in dimension 0; the backward pass sums the gradients of all ranks and takes the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: Any) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])  # gathered parts have equal shapes
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded.contiguous(), group=group)
+        return torch.cat([part[:tokens] for part, tokens in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return torch.split(total, ctx.counts)[dist.get_rank(ctx.group)], None, None
+
+
 @contextmanager
 def emulate_context_parallel(net: nn.Module, count: int) -> Iterator[None]:
     """Compute only the first rank's tokens within the block, without other ranks, for measuring memory.
@@ -272,8 +341,19 @@ def emulate_context_parallel(net: nn.Module, count: int) -> Iterator[None]:
 
     plans, parallel, sharder = find_plans(net, count), ContextParallelConfig(ulysses_degree=count), EquipartitionSharder
     originals = {name: vars(sharder)[name] for name in ("shard", "unshard")}
+
+    def split_timesteps(_: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        timestep = named.get("timestep")
+        if timestep is None or timestep.ndim == 1:
+            return inputs, named
+        return inputs, {**named, "timestep": shard(timestep, 1, None)}
+
+    handles: list[Any] = []
     for transformer, plan in plans:
         apply_context_parallel(transformer, parallel, dict(plan))
+        handles.append(transformer.register_forward_pre_hook(split_timesteps, with_kwargs=True))
+        if type(transformer).__name__ == WITH_SOUND:
+            handles += hook_sound(transformer, lambda x, dim: shard(x, dim, None), lambda x, dim: unshard(x, dim, None))
     try:
         for name, function in (("shard", shard), ("unshard", unshard)):
             setattr(sharder, name, staticmethod(function))
@@ -281,5 +361,7 @@ def emulate_context_parallel(net: nn.Module, count: int) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(sharder, name, original)
+        for handle in handles:
+            handle.remove()
         for transformer, plan in plans:
             remove_context_parallel(transformer, dict(plan))

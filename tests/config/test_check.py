@@ -160,7 +160,9 @@ def test_context_parallel_ranks_share_prompts() -> None:
     assert problem.startswith("engine.context_parallel: 3 ranks")
 
 
-@pytest.mark.parametrize("recipe", ["vader-cogvideox-hps", "flowgrpo-sd35", "vae-playground"])
+@pytest.mark.parametrize(
+    "recipe", ["vader-cogvideox-hps", "vader-hunyuanvideo15-hps", "vader-mochi-hps", "flowgrpo-sd35", "vae-playground"]
+)
 def test_context_parallel_of_other_models_is_refused(recipe: str) -> None:
     problems = find_problems(load_any_config(recipe, ["engine.context_parallel=2"]), world_size=2)
     assert any("engine.context_parallel: 2" in problem and "TM920" in problem for problem in problems)

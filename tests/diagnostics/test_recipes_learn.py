@@ -20,7 +20,9 @@ from tastemaker.training.loop import train
 
 # One recipe per model of VADER, whose recipes differ in their rewards only.
 RECIPES = [
-    name for name in list_generator_recipes() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)
+    name
+    for name in list_generator_recipes()
+    if not name.startswith("vader-") or re.fullmatch(r"vader-\w+(-t?i2v)?-hps", name)
 ]
 # Checked in the fast set: a policy gradient on each kind of process, and a gradient through the reward.
 CHECKED_FAST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
@@ -49,6 +51,7 @@ LONG = {
     "elbo-grpo-playground-flow", "flow-dppo-playground-flow", "grpo-guard-playground-flow", "kto-playground-flow",
     "leap-playground-flow", "nft-playground-flow", "playground-flow16", "playground-words", "ram-playground-flow",
     "reward-gradient-playground-flow", "reward-gradient-playground-lenient",
+    "dancegrpo-wan-i2v", "grpo-ltx2", "nft-hunyuanvideo15", "vader-hunyuanvideo15-hps", "vader-wan22-i2v-hps",
 }  # fmt: skip
 LONG_AUTOENCODERS = {"llamagen-vq8"}
 # Its teacher is the student with guidance. The last layer of a new tiny network is zero, so that both predict the same.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import toys
 import transformers
 import yaml
 from diffusers.loaders import single_file_utils
@@ -27,7 +29,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.export.lora import ADAPTABLE_LAYERS, LoraFromFile
-from tastemaker.models import hunyuanvideo, ltx, mochi, wan
+from tastemaker.models import hunyuanvideo, ltx, ltx2, mochi, wan, wan_i2v
 from tastemaker.models.modelscope import TINY_CONFIGS, ModelscopeSpec
 from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.search.generation import resolve_source
@@ -63,11 +65,13 @@ def save_pipeline(folder: Path) -> None:
     pipeline.save_pretrained(folder)
 
 
-def save_run(name: str, weights: str, tuning: str, folder: Path, frames: int = 2) -> tuple[Path, Path, Any]:
+def save_run(
+    name: str, weights: str, tuning: str, folder: Path, frames: int = 2, settings: Sequence[str] = ()
+) -> tuple[Path, Path, Any]:
     """Write a recipe and a run of it with perturbed weights. Returns both and the model."""
     recipe = folder / f"{name}.yaml"
     recipe.write_text(RECIPE.format(name=name, weights=weights, frames=frames), encoding="utf-8")
-    config = load(str(recipe), [*SETTINGS, f"tuning={tuning}", f"output_dir={folder}", f"name=run-{name}"])
+    config = load(str(recipe), [*SETTINGS, f"tuning={tuning}", f"output_dir={folder}", f"name=run-{name}", *settings])
     run = save_perturbed_run(config)
     return recipe, run.directory, run.policy.model.unguided
 
@@ -141,7 +145,9 @@ def test_cards_of_videocrafter_name_loaders_that_work(tmp_path: Path) -> None:
 # Networks whose sizes are those that diffusers' converters assume where they assume any.
 AUTHORS_NAMES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "wan": (diffusers.WanTransformer3DModel, "wan_transformer", wan.TINY_CONFIGS["transformer"]),
+    "wan_i2v": (diffusers.WanTransformer3DModel, "wan_transformer", wan_i2v.TINY_NETWORKS["clip"]),
     "ltx": (diffusers.LTXVideoTransformer3DModel, "ltx_transformer_checkpoint", ltx.TINY_CONFIGS["transformer"]),
+    "ltx2": (diffusers.LTX2VideoTransformer3DModel, "ltx2_transformer", ltx2.TINY_CONFIGS["transformer"]),
     "mochi": (
         diffusers.MochiTransformer3DModel,
         "mochi_transformer_checkpoint",
@@ -195,6 +201,45 @@ def test_comfyui_adapters_of_wan_have_the_authors_names(tmp_path: Path) -> None:
     _, fused, _ = save_run("mochi", "tiny", LORA, tmp_path, frames=7)
     with pytest.raises(ConfigError, match=r"--layout.*--merge.*TM891"):
         export_generator(GeneratorExport(fused, tmp_path / "fused", "comfyui"), CONSOLE)
+
+
+FROM_IMAGE = (f"model.image={toys.IMAGE}",)
+# Models of 2026: frames, further settings, and the name in ComfyUI of one adapted layer in each of their files.
+RECENT: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "wan-i2v": (5, FROM_IMAGE, ["lora_unet_blocks_0_cross_attn_k_img"]),
+    "wan22-i2v": (5, FROM_IMAGE, ["lora_unet_blocks_0_self_attn_q"] * 2),
+    "wan22-ti2v": (
+        5,
+        (*FROM_IMAGE, "model.latent_channels=16", "model.downsample_factor=8"),
+        ["lora_unet_blocks_0_self_attn_q"],
+    ),
+    "ltx2": (9, (), ["lora_unet_transformer_blocks_0_audio_to_video_attn_to_q"]),
+    "hunyuanvideo15": (5, (), []),
+}
+
+
+@pytest.mark.parametrize("name", fast(RECENT, "wan-i2v"))
+def test_adapters_of_recent_models_are_exported(name: str, tmp_path: Path) -> None:
+    frames, settings, layers = RECENT[name]
+    tuning = "{type: lora, rank: 2, target_modules: default}"
+    _, run, _ = save_run(name, "tiny", tuning, tmp_path, frames, settings)
+    export_generator(GeneratorExport(run, tmp_path / "out", "diffusers", dtype=torch.float32), CONSOLE)
+    adapters = [key for key in load_file(tmp_path / "out/pytorch_lora_weights.safetensors") if "lora_A" in key]
+    assert adapters and all(key.startswith("transformer") for key in adapters)
+    assert MODELS.find(config_type(name), "model")().layout.pipeline_class in (tmp_path / "out/README.md").read_text()
+    comfyui = GeneratorExport(run, tmp_path / "comfyui", "comfyui", dtype=torch.float32)
+    if not layers:
+        with pytest.raises(ConfigError, match=r"--layout"):
+            export_generator(comfyui, CONSOLE)
+        return
+    export_generator(comfyui, CONSOLE)
+    files = sorted((tmp_path / "comfyui").glob("*.safetensors"))
+    for file, layer in zip(files, layers, strict=True):
+        assert {f"{layer}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")} <= load_file(file).keys()
+
+
+def config_type(name: str) -> str:
+    return "wan_i2v" if name.startswith("wan") else name
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiers import fast
-from video_pipelines import CASES, ZERO_SNR, cog_pipeline, save_pipeline
+from video_pipelines import CASES, ZERO_SNR, cog_pipeline, save_pipeline, source_metadata
 
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.lora import Lora, LoraWeights
@@ -21,11 +21,11 @@ from tastemaker.models.pretrained import silence_libraries
 from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat on a mat", "two blue dogs"]
-ADAPTED = ("wan", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
+ADAPTED = ("wan", "wan-i2v", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # raised by Mochi
-@pytest.mark.parametrize("name", fast(CASES, "wan22", "cogvideox-5b"))
+@pytest.mark.parametrize("name", fast(CASES, "wan22", "cogvideox-5b", "wan-i2v"))
 def test_samples_equal_the_diffusers_pipeline(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     diffusers_pipeline = save_pipeline(case, tmp_path)
@@ -34,7 +34,7 @@ def test_samples_equal_the_diffusers_pipeline(name: str, tmp_path: Path) -> None
     if case.guidance > 1:
         model = GuidedBackbone(model, Guidance(case.guidance))
     policy = Policy(model, case.process, FullFinetuning().apply(model, ()))
-    trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
+    trajectory = policy.sample(policy.embed(PROMPTS, (source_metadata(case),) * 2), Randomness(0, 0, torch.arange(2)))
     options = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
     options |= {
         "guidance_scale": case.guidance,
@@ -43,8 +43,8 @@ def test_samples_equal_the_diffusers_pipeline(name: str, tmp_path: Path) -> None
     }
     with silence_libraries(), torch.no_grad():
         start = case.to_pipeline_latents(trajectory.start)
-        latents = diffusers_pipeline(PROMPTS, latents=start, output_type="latent", **options).frames
-        pixels = diffusers_pipeline(PROMPTS, latents=start, output_type="pt", **options).frames
+        latents = diffusers_pipeline(prompt=PROMPTS, latents=start, output_type="latent", **options).frames
+        pixels = diffusers_pipeline(prompt=PROMPTS, latents=start, output_type="pt", **options).frames
     assert (case.to_pipeline_latents(trajectory.final) - latents).abs().max() <= 1e-4
     assert (policy.decode(trajectory.final) - pixels).abs().max() <= 1e-5
 
@@ -71,14 +71,14 @@ def test_diffusers_pipeline_loads_exported_lora(name: str, tmp_path: Path) -> No
         p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
     lora.write_diffusers_lora(weights, spec.layout, tmp_path / lora.DIFFUSERS_LORA_FILE, torch.float32)
     policy = Policy(model, case.process, weights)
-    trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
+    trajectory = policy.sample(policy.embed(PROMPTS, (source_metadata(case),) * 2), Randomness(0, 0, torch.arange(2)))
     frames, _, height, width = model.pixels
     options = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
     options |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.max_text_tokens, **(case.call_options or {})}
     with silence_libraries(), torch.no_grad():
         start, output = case.to_pipeline_latents(trajectory.start), {"output_type": "latent"}
-        before = diffusers_pipeline(PROMPTS, latents=start, **output, **options).frames
+        before = diffusers_pipeline(prompt=PROMPTS, latents=start, **output, **options).frames
         diffusers_pipeline.load_lora_weights(tmp_path, weight_name=lora.DIFFUSERS_LORA_FILE)
-        after = diffusers_pipeline(PROMPTS, latents=start, **output, **options).frames
+        after = diffusers_pipeline(prompt=PROMPTS, latents=start, **output, **options).frames
     assert (case.to_pipeline_latents(trajectory.final) - after).abs().max() <= 1e-4
     assert (before - after).abs().max() > 1e-2

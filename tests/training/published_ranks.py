@@ -34,6 +34,8 @@ FLUX, LTX = toys.GENERATORS["flux"], toys.GENERATORS["ltx"]
 # 720x720 pixels, SRPO's own size, are 45x45 tokens: an odd number, as of these 3x3.
 toys.GENERATORS["flux_odd"] = replace(FLUX, spec=replace(FLUX.spec, height=48, width=48, max_text_tokens=15))
 toys.GENERATORS["ltx_odd"] = replace(LTX, spec=replace(LTX.spec, frames=17))
+LTX2 = toys.GENERATORS["ltx2"]
+toys.GENERATORS["ltx2_odd"] = replace(LTX2, spec=replace(LTX2.spec, frames=17, height=96, width=96))
 COLOR_SRPO = SRPO(positive_words=("white",), negative_words=("grey",), template="{prompt} {word}", reward_margin=None)
 CASES = {
     "flux-srpo": ("flux", COLOR_SRPO, FullFinetuning()),
@@ -44,17 +46,19 @@ CASES = {
     "flux_odd-gradient": ("flux_odd", RewardGradient(last_steps=2), FullFinetuning()),
     "wan-gradient": ("wan", RewardGradient(last_steps=2), FullFinetuning()),
     "ltx_odd-gradient": ("ltx_odd", RewardGradient(last_steps=2), FullFinetuning()),
+    "wan_i2v-gradient": ("wan_i2v", RewardGradient(last_steps=2, frames="last"), FullFinetuning()),
+    "ltx2_odd-gradient": ("ltx2_odd", RewardGradient(last_steps=2, frames="first"), FullFinetuning()),
     "sdxl-gradient": ("sdxl", RewardGradient(gradient_mode="single_step", step_range=(1, 3)), FullFinetuning()),
 }
 
 
-IMAGE_TOKENS = {"flux": 4, "qwen_image": 4, "flux_odd": 9, "wan": 8, "ltx_odd": 3}
+IMAGE_TOKENS = {"flux": 4, "qwen_image": 4, "flux_odd": 9, "wan": 8, "ltx_odd": 3, "wan_i2v": 8, "ltx2_odd": 27}
 
 
 def cases(world_size: int) -> dict[str, dict[str, Any]]:
     """Return the cases: sharded networks, and context parallelism over all ranks."""
     memory = {case: "checkpoint" if case.startswith("flux") else "keep" for case in CASES}
-    split_only = ("flux_odd-gradient", "wan-gradient", "ltx_odd-gradient")
+    split_only = ("flux_odd-gradient", "wan-gradient", "ltx_odd-gradient", "wan_i2v-gradient", "ltx2_odd-gradient")
     sharded = {
         case: {"strategy": "fsdp", "activation_memory": activation_memory}
         for case, activation_memory in memory.items()
@@ -68,6 +72,8 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
         "flux_odd-gradient:replicated": {"context_parallel": world_size, "activation_memory": "checkpoint"},
         "wan-gradient:replicated": {"context_parallel": world_size},
         "ltx_odd-gradient:replicated": {"context_parallel": world_size},
+        "wan_i2v-gradient:replicated": {"context_parallel": world_size},
+        "ltx2_odd-gradient:replicated": {"context_parallel": world_size},
     }
     return {**sharded, **split}
 
