@@ -18,6 +18,7 @@ MODELS = Registry(
         "cogvideox": "tastemaker.models.cogvideox:CogVideoXSpec",
         "dit": "tastemaker.models.dit:DitSpec",
         "flux": "tastemaker.models.flux:FluxSpec",
+        "flux2": "tastemaker.models.flux2:Flux2Spec",
         "flux_kontext": "tastemaker.models.flux_kontext:FluxKontextSpec",
         "gpt": "tastemaker.models.gpt:GptSpec",
         "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideoSpec",
@@ -39,6 +40,7 @@ MODELS = Registry(
         "toy_masked": "tastemaker.models.toy:ToyMaskedSpec",
         "wan": "tastemaker.models.wan:WanSpec",
         "videocrafter": "tastemaker.models.videocrafter:VideocrafterSpec",
+        "z_image": "tastemaker.models.z_image:ZImageSpec",
     },
 )
 PROCESSES = Registry(

@@ -31,6 +31,7 @@ class FrozenVae:
     shift: Tensor  # scalar, or per channel [C, 1, 1]
     scale: Tensor
     is_video: bool = False  # a video VAE, which encodes each image as a clip of one frame
+    patch_size: int = 1  # latents of 8x8 pixels per side of one position, for models that stack them in channels
 
     @classmethod
     def from_config(cls, net: Any, config: Mapping[str, Any], *, is_video: bool) -> FrozenVae:
@@ -53,7 +54,7 @@ class FrozenVae:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode in small batches: the activations of one decoder call take gigabytes."""
-        batch_size = max(1, DECODE_BATCH_LATENTS // latents[0, 0].numel())
+        batch_size = max(1, DECODE_BATCH_LATENTS // (latents[0, 0].numel() * self.patch_size**2))
         return torch.cat([self._decode(batch) for batch in torch.split(latents, batch_size)])
 
     def _decode(self, latents: Tensor) -> Tensor:
