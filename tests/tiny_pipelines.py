@@ -91,7 +91,7 @@ def sample_latents(model: Backbone, process: GaussianProcess, prompts: list[str]
 CHAT_TEMPLATE = (  # with `content` as text, or as a list of parts
     "{% for message in messages %}<{{ message.role }}>"
     "{{ message.content if message.content is string else message.content[0].text }}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<a>{{ '-' if enable_thinking is defined and not enable_thinking }}{% endif %}"
 )
 BYTE_TOKENS = 300  # of `byte_chat_tokenizer`, rounded up
 

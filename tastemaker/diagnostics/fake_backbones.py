@@ -389,8 +389,9 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
         shapes |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
         return shapes | ({"pooled_prompt_embeds": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
     net = sizes["transformer"]
-    if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
-        return {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+    if "pooled_projection_dim" not in net:  # Qwen-Image, FLUX.2 and Z-Image have no pooled embedding
+        width = net["joint_attention_dim"] if "joint_attention_dim" in net else net["cap_feat_dim"]
+        return {"prompt_embeds": (spec.max_text_tokens, int(width))}
     before = CLIP_TEXT_TOKENS if "text_encoder_3" in sizes else 0
     shapes = {
         "prompt_embeds": (before + spec.max_text_tokens, int(net["joint_attention_dim"])),

@@ -30,7 +30,8 @@ CHECKED_TOYS = {name for name in RECIPES if "toy" in name} | {
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
 CHECKED_PUBLISHED = {
-    "dpo-showo", "flowgrpo-sd35", "grpo-llamagen", "reward-gradient-dit-folder", "vader-opensora-hps",
+    "dpo-showo", "flowgrpo-sd35", "grpo-flux2-klein", "grpo-llamagen", "grpo-z-image-turbo",
+    "reward-gradient-dit-folder", "vader-opensora-hps",
 }  # fmt: skip
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, on networks or objectives that a recipe of the other sets has too.
