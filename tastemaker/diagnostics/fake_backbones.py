@@ -26,9 +26,11 @@ from ..core.policy import Guidance, TokenDecoder
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..data.embedding_store import ShardedEmbeddingStore
+from ..data.prompts import EditFile
 from ..models.autoencoder_kl import AutoencoderKLSpec
 from ..models.cogvideox import CogVideoXSpec
 from ..models.component_configs import T5_XXL, ComponentConfigs
+from ..models.flux2 import Flux2Spec
 from ..models.flux_kontext import FluxKontextSpec
 from ..models.hunyuanvideo import HunyuanVideoSpec
 from ..models.latent_dit.model import LatentDitBackbone, LatentDitSpec, load_latent_dit
@@ -82,6 +84,8 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
                 backbone, conditioning = _load_opensora(spec, placement)
             else:
                 backbone, conditioning = _load_pipeline(spec, replace(placement, trainable_dtype=dtype))
+            if isinstance(spec, Flux2Spec) and isinstance(config.data, EditFile):  # one source image for each prompt
+                conditioning["reference"] = ((1, *spec.shape[1:]), dtype)
             backbone.embed = lambda prompts, metadata=(): Condition(
                 tuple(prompts), make_conditioning(conditioning, len(prompts), mode), tuple(metadata)
             )
