@@ -218,7 +218,7 @@ class Flux2Backbone(ImageBackbone):
             guidance=torch.full_like(t, self.guidance_scale) if self.guidance_embeds else None,
             encoder_hidden_states=prompt_embeds,
             txt_ids=text_ids,
-            img_ids=torch.cat([position_ids(*x.shape[3:], time, x.device) for time in times], 1),
+            img_ids=torch.cat([position_ids(x.shape[3], x.shape[4], time, x.device) for time in times], 1),
             return_dict=False,
         )[0]
         return velocity[:, : x.shape[3] * x.shape[4]].transpose(1, 2).reshape(x.shape)
