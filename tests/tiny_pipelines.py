@@ -151,4 +151,18 @@ def make_flux2_pipeline(*, dev: bool) -> Any:
         vision_config={**vision, "head_dim": 8, "image_size": 28, "model_type": "pixtral"},
     )
     text_encoder = random_network(Mistral3ForConditionalGeneration, config, 2)
-    return diffusers.Flux2Pipeline(scheduler, vae, text_encoder, byte_chat_tokenizer(), net)
+    return diffusers.Flux2Pipeline(scheduler, vae, text_encoder, bos_tokenizer(), net)
+
+
+def bos_tokenizer() -> Any:
+    """A tokenizer of bytes that begins every text with <s>, as its template does, like Mistral's."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = byte_chat_tokenizer().backend_tokenizer
+    backend.add_special_tokens(["<s>"])
+    number = backend.token_to_id("<s>")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = "<s>" + CHAT_TEMPLATE
+    return tokenizer

@@ -71,5 +71,8 @@ class LanguageModelEncoder(TextEncoders):
         if self.plain:
             return prompt
         messages = list(self.make_messages(prompt))
-        text: str = self.text_encoder.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options)
-        return text
+        tokenizer = self.text_encoder.tokenizer
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options)
+        # Mistral's template begins with the token that its tokenizer adds too.
+        begins = tokenizer.bos_token is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+        return text.removeprefix(tokenizer.bos_token) if begins else text

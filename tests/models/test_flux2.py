@@ -91,6 +91,21 @@ def test_timesteps_equal_the_pipelines_formula() -> None:
 
 
 @pytest.mark.slow
+def test_prompts_of_dev_begin_with_one_token_although_template_and_tokenizer_have_it(
+    pipelines: dict[str, tuple[Any, str]],
+) -> None:
+    pipeline, folder = pipelines["dev"]
+    model = replace(SPEC, weights=folder, max_text_tokens=200).load(Placement())
+    encoder: Any = model.prompt_encoder.encoders
+    tokens = encoder.text_encoder.tokenize([encoder.format(PROMPTS[0])])["input_ids"][0]
+    bos = pipeline.tokenizer.bos_token_id
+    assert encoder.text_encoder.tokenizer("").input_ids == [bos] and (tokens == bos).sum() == 1
+    with torch.no_grad():
+        expected, _ = pipeline.encode_prompt(PROMPTS, max_sequence_length=200, text_encoder_out_layers=LAYERS)
+    torch.testing.assert_close(model.embed(PROMPTS).tensors["prompt_embeds"], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
 def test_encoding_patches_and_normalizes_as_the_pipeline(pipelines: dict[str, tuple[Any, str]]) -> None:
     pipeline, folder = pipelines["klein"]
     model, pixels = replace(SPEC, weights=folder).load(Placement()), source_pixels(1)[0]
