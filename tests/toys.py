@@ -127,7 +127,7 @@ VIDEO_MODELS = {
     ),
     "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # small random video generators, made of diffusers' components
-SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd")  # share their code with other video models; expensive tests skip them
+SIMILAR = ("flux2", "ltx", "hunyuanvideo", "mochi", "svd")  # share code with other models; expensive tests skip them
 TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),

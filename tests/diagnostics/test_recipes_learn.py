@@ -36,6 +36,7 @@ CHECKED_PUBLISHED = {
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, on networks or objectives that a recipe of the other sets has too.
 LONG = {
+    "draft-flux2-klein", "grpo-flux2", "nft-flux2-klein-base",
     "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
 }  # fmt: skip
 LONG_AUTOENCODERS = {"llamagen-vq8"}
