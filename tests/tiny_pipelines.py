@@ -86,3 +86,83 @@ def sample_latents(model: Backbone, process: GaussianProcess, prompts: list[str]
     fixed: Any = FixedNoise(noise)
     rng: Randomness = fixed
     return process.start(model, model.embed(prompts), rng).finish().final
+
+
+CHAT_TEMPLATE = (  # with `content` as text, or as a list of parts
+    "{% for message in messages %}<{{ message.role }}>"
+    "{{ message.content if message.content is string else message.content[0].text }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{{ '-' if enable_thinking is defined and not enable_thinking }}{% endif %}"
+)
+BYTE_TOKENS = 300  # of `byte_chat_tokenizer`, rounded up
+
+
+def byte_chat_tokenizer() -> Any:
+    """A tokenizer of Qwen whose vocabulary is single bytes, with a short chat template."""
+    from transformers import Qwen2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokenizer = Qwen2Tokenizer(vocab={letter: i for i, letter in enumerate(bytes_to_unicode().values())}, merges=[])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def random_qwen3(config: dict[str, Any], seed: int) -> Any:
+    """A small random Qwen3 with the vocabulary of `byte_chat_tokenizer`."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    return random_network(Qwen3Model, Qwen3Config(**{**config, "vocab_size": BYTE_TOKENS}), seed)
+
+
+def make_z_image_pipeline(shift: float) -> Any:
+    """A small random Z-Image, as diffusers' pipeline."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+
+    from tastemaker.models.z_image import TINY_CONFIGS
+
+    return ZImagePipeline(
+        FlowMatchEulerDiscreteScheduler(shift=shift),
+        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random_qwen3(TINY_CONFIGS["text_encoder"], 2),
+        byte_chat_tokenizer(),
+        random_network(ZImageTransformer2DModel, TINY_CONFIGS["transformer"], 3),
+    )
+
+
+def make_flux2_pipeline(*, dev: bool) -> Any:
+    """A small random FLUX.2, as diffusers' pipeline: dev with Mistral and distilled guidance, or klein."""
+    import diffusers
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    from tastemaker.models.flux2 import TINY_CONFIGS
+
+    vae = random_network(diffusers.AutoencoderKLFlux2, TINY_CONFIGS["vae"], 1)
+    generator = torch.Generator().manual_seed(0)
+    vae.bn.running_mean.normal_(generator=generator)
+    vae.bn.running_var.uniform_(0.5, 2, generator=generator)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
+    transformer = {**TINY_CONFIGS["transformer"], "guidance_embeds": dev}
+    net = random_network(diffusers.Flux2Transformer2DModel, transformer, 3)
+    if not dev:
+        text_encoder = random_qwen3(TINY_CONFIGS["text_encoder"], 2)
+        return diffusers.Flux2KleinPipeline(scheduler, vae, text_encoder, byte_chat_tokenizer(), net)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Mistral3Config(
+        text_config={**TINY_CONFIGS["text_encoder"], "vocab_size": BYTE_TOKENS, "model_type": "mistral"},
+        vision_config={**vision, "head_dim": 8, "image_size": 28, "model_type": "pixtral"},
+    )
+    text_encoder = random_network(Mistral3ForConditionalGeneration, config, 2)
+    return diffusers.Flux2Pipeline(scheduler, vae, text_encoder, bos_tokenizer(), net)
+
+
+def bos_tokenizer() -> Any:
+    """A tokenizer of bytes that begins every text with <s>, as its template does, like Mistral's."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = byte_chat_tokenizer().backend_tokenizer
+    backend.add_special_tokens(["<s>"])
+    number = backend.token_to_id("<s>")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = "<s>" + CHAT_TEMPLATE
+    return tokenizer

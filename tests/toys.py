@@ -23,6 +23,7 @@ from tastemaker.core.types import ImageBatch, LikeBatch, Loss, Placement, Prefer
 from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.flux import FluxSpec
+from tastemaker.models.flux2 import Flux2Spec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
 from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
 from tastemaker.models.janus.model import JanusSpec
@@ -46,6 +47,7 @@ from tastemaker.models.toy import ToyCausalSpec, ToyFlowSpec, ToyMaskedSpec
 from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.models.wan import WanSpec
 from tastemaker.models.wan_i2v import WanI2VSpec
+from tastemaker.models.z_image import ZImageSpec
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.dynamics import DDIM, ConsistencySampling, FlowSDE
@@ -126,6 +128,8 @@ PUBLISHED = {
         VideocrafterSpec().tiny(), GaussianProcess(replace(LATENT, final_signal_scale=0.7), DDIM(1.0), 4)
     ),
     "latent_dit": Family(DIT, GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)),
+    "flux2": Family(Flux2Spec().tiny(), GaussianProcess(RectifiedFlow(3.0, flux2_tokens=4), FlowSDE(0.7), 4)),
+    "z_image": Family(ZImageSpec().tiny(), GaussianProcess(RectifiedFlow(6.0), FlowSDE(0.7), 4)),
 }
 VIDEO_MODELS = {
     "wan": Family(WanSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
@@ -146,7 +150,7 @@ VIDEO_MODELS = {
 # Share their code with other models; expensive tests skip them.
 SIMILAR = (
     "ltx", "hunyuanvideo", "mochi", "svd", "wan_i2v", "hunyuanvideo15", "ltx2",
-    "qwen_image_edit", "qwen_image_21", "sana_sprint",
+    "flux2", "qwen_image_edit", "qwen_image_21", "sana_sprint",
 )  # fmt: skip
 TOKEN_MODELS = {
     "janus": Family(JanusSpec().tiny(), AutoregressiveProcess()),

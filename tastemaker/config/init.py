@@ -99,6 +99,14 @@ MODELS = {
             "cluster": {"preference": Start("srpo-qwen-image", FSDP)},
         },
     ),
+    "z-image": ModelChoice(
+        "Z-Image-Turbo, in its eight steps, with LoRA",
+        _on(("gpu", "cluster"), {"preference": Start("draft-z-image-turbo"), "own": Start("grpo-z-image-turbo")}),
+    ),
+    "flux2": ModelChoice(
+        "FLUX.2 klein, in its four steps, with LoRA",
+        _on(("gpu", "cluster"), {"preference": Start("draft-flux2-klein"), "own": Start("grpo-flux2-klein")}),
+    ),
     "wan": ModelChoice("Wan 2.1, video, with LoRA", _on(("gpu", "cluster"), {"preference": Start("vader-wan-hps")})),
     "llamagen": ModelChoice(
         "LlamaGen, images of ImageNet classes",

@@ -18,6 +18,7 @@ MODELS = Registry(
         "cogvideox": "tastemaker.models.cogvideox:CogVideoXSpec",
         "dit": "tastemaker.models.dit:DitSpec",
         "flux": "tastemaker.models.flux:FluxSpec",
+        "flux2": "tastemaker.models.flux2:Flux2Spec",
         "flux_kontext": "tastemaker.models.flux_kontext:FluxKontextSpec",
         "gpt": "tastemaker.models.gpt:GptSpec",
         "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideoSpec",
@@ -47,6 +48,7 @@ MODELS = Registry(
         "wan": "tastemaker.models.wan:WanSpec",
         "wan_i2v": "tastemaker.models.wan_i2v:WanI2VSpec",
         "videocrafter": "tastemaker.models.videocrafter:VideocrafterSpec",
+        "z_image": "tastemaker.models.z_image:ZImageSpec",
     },
 )
 PROCESSES = Registry(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .distributions import expand_dims_like
 from .policy import Backbone, BackboneWrapper, Guidance
+from .registry import ConfigError
 from .types import Condition, Metadata, Prompts
 
 NEGATIVE = "negative."  # prefix of the unconditional tensors in a guided condition
@@ -50,7 +51,9 @@ def apply_guidance(guidance: Guidance, cond: Tensor, uncond: Tensor, t: Tensor) 
         guided = guided * cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     elif guidance.rescale:
         cond_norm, guided_norm = (x.flatten(1).norm(dim=1) for x in (cond, guided))
-        guided = guided * expand_dims_like(cond_norm / guided_norm.clamp(min=1e-12), guided)
+        factor = cond_norm / guided_norm.clamp(min=1e-12)
+        factor = factor.clamp(max=1) if guidance.rescale == "limit" else factor
+        guided = guided * expand_dims_like(factor, guided)
     return torch.where(in_interval(t, guidance.interval), guided, cond)
 
 
@@ -154,6 +157,10 @@ class GuidedCausalBackbone(GuidedBackbone):
 
     def __init__(self, model: Backbone, guidance: Guidance) -> None:
         super().__init__(model, guidance)
+        if guidance.rescale == "limit":
+            raise ConfigError(
+                "guidance.rescale: 'limit' is for latents, but this model samples tokens; use true or false [TM2402]"
+            )
         self.num_guided_tokens = count_guided_tokens(guidance, model.shape[0])
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:

@@ -290,7 +290,8 @@ class Guidance:
     scale: float = 1.0
     negative_prompt: str = ""
     interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; token k of n is at t = 1 - k/n
-    rescale: bool | Literal["token"] = False  # keep the norm of the conditional prediction, per sample or per token
+    # Keep the norm of the conditional prediction, per sample or per token; limit: per sample, only where it grew.
+    rescale: bool | Literal["token", "limit"] = False
     rollouts_only: bool = False  # no guidance in training passes: half the cost, and the unguided network learns
     # p: the scale rises from 1 to `scale` as 1 + (scale - 1) / 2 (1 - cos pi (1 - t)^p).
     power_schedule: PositiveFloat | None = None

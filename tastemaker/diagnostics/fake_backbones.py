@@ -25,9 +25,11 @@ from ..core.autoencoder import AutoencoderNet
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..data.embedding_store import ShardedEmbeddingStore
+from ..data.prompts import EditFile
 from ..models.autoencoder_kl import AutoencoderKLSpec
 from ..models.cogvideox import CogVideoXSpec
 from ..models.component_configs import T5_XXL, ComponentConfigs
+from ..models.flux2 import Flux2Spec
 from ..models.flux_kontext import FluxKontextSpec
 from ..models.hunyuanvideo import HunyuanVideoSpec
 from ..models.hunyuanvideo15 import GLYPH_TOKENS, HunyuanVideo15Spec
@@ -85,6 +87,8 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
                 backbone, conditioning = _load_opensora(spec, placement)
             else:
                 backbone, conditioning = _load_pipeline(spec, replace(placement, trainable_dtype=dtype))
+            if isinstance(spec, Flux2Spec) and isinstance(config.data, EditFile):  # one source image for each prompt
+                conditioning["reference"] = ((1, *spec.shape[1:]), dtype)
             backbone.embed = lambda prompts, metadata=(): Condition(
                 tuple(prompts), make_conditioning(conditioning, len(prompts), mode), tuple(metadata)
             )
@@ -329,8 +333,9 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
         return masked_text_shapes(spec, int(net["caption_channels"]))
     if "context_in_dim" in net:  # Qwen-Image 2.1
         return {"prompt_embeds": (spec.max_text_tokens, int(net["context_in_dim"]))}
-    if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
-        shapes = {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+    if "pooled_projection_dim" not in net:  # Qwen-Image, FLUX.2 and Z-Image have no pooled embedding
+        width = net["joint_attention_dim"] if "joint_attention_dim" in net else net["cap_feat_dim"]
+        shapes = {"prompt_embeds": (spec.max_text_tokens, int(width))}
         return shapes | ({"sources": (math.prod(spec.shape[:2]), spec.shape[2])} if is_editor(spec) else {})
     before = CLIP_TEXT_TOKENS if "text_encoder_3" in sizes else 0
     shapes = {

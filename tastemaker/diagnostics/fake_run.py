@@ -399,7 +399,9 @@ class NetworkRecorder:
             if self.depth:  # one method of the network calls another
                 return self.originals[name](owner, *args, **kwargs)
             grad = torch.is_grad_enabled()
-            rows = next((len(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()), 0)
+            # Arguments before what is inside of them: Z-Image takes its latents in a list, one sample each.
+            given = (*args, *kwargs.values(), *tree_leaves((args, kwargs)))
+            rows = next((len(x) for x in given if isinstance(x, Tensor) and x.dim()), 0)
             record = NetworkCall(name, TensorSpec.of((args, kwargs)), grad, rows if name != ENCODE else 0)
             self.calls.append(record)
             key = repr(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -94,7 +95,9 @@ def suggest_any_savings(
 def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstimate:
     """Estimate a run that trains a generator."""
     config = replace(config, engine=resolve_for_planning(config.engine)[0])
-    measured = measure(config, world_size)
+    with warnings.catch_warnings():  # PyTorch's, about tensors that the forward pass of Z-Image makes
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        measured = measure(config, world_size)
     weights, gradients, optimizer_state, snapshots = _parameter_bytes(config, world_size, measured)
     host_memory = 0.0
     if config.engine.cpu_offload:

@@ -37,7 +37,15 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 LORA_DOWN, LORA_UP, LORA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 ADAPTABLE_LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 PEFT_PREFIX = "base_model.model."
-KNOWN_PREFIXES = (PEFT_PREFIX, "transformer.", "unet.", "lora_transformer_", "lora_unet_")
+KNOWN_PREFIXES = (
+    PEFT_PREFIX,
+    "diffusion_model.",
+    "transformer.",
+    "unet.",
+    "lora_transformer_",
+    "lora_unet_",
+    "lycoris_",
+)
 SECOND_TRANSFORMER_PREFIX = "transformer_2."  # only of pipelines with two transformers
 TEXT_ENCODER_PREFIX = "text_encoder"
 COMFYUI_TEXT_PREFIX = "lora_te"

@@ -14,6 +14,7 @@ from ..core.registry import ConfigError
 
 TensorShapes = Mapping[str, torch.Size]  # by diffusers' keys
 KeyRules = tuple[tuple[str, str], ...]  # regular expressions for the start of diffusers' keys, and their replacements
+KEEP_OTHER_NAMES = ("", "")  # the last of rules for a network most of whose names the authors share
 
 
 def rename_and_concat(tensors: Mapping[str, Tensor], rules: KeyRules) -> Tensors:

@@ -53,4 +53,25 @@ VAE: dict[str, Any] = {  # 16 latent channels: FLUX.1 and Stable Diffusion 3
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
+TINY_VAE: dict[str, Any] = {**VAE, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
 SD_VAE: dict[str, Any] = {**VAE, "latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True}
+QWEN3_4B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+QWEN3_8B: dict[str, Any] = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288}
+TINY_QWEN3: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MISTRAL_SMALL: dict[str, Any] = {}  # 24 billion parameters: the defaults of transformers' Mistral3Config

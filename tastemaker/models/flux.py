@@ -16,8 +16,9 @@ from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
-from .component_configs import CLIP_L, T5_XXL, VAE, ComponentConfigs
+from .component_configs import CLIP_L, T5_XXL, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
+from .latent_packing import latent_image_ids, pack_latents, unpack_latents
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
 from .text_encoders import TextEncoders
@@ -61,17 +62,7 @@ TINY_CONFIGS: ComponentConfigs = {
         "guidance_embeds": True,
         "axes_dims_rope": (4, 4, 8),
     },
-    "vae": {
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (8, 8, 8, 8),
-        "latent_channels": LATENT_CHANNELS,
-        "norm_num_groups": 4,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    },
+    "vae": {**TINY_VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159},
     "text_encoder": {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -122,25 +113,6 @@ KEY_RULES: KeyRules = (
     (r"proj_out\.", "final_layer.linear."),
     (r"norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
 )
-
-
-def pack_latents(x: Tensor) -> Tensor:
-    """Pack latents [B, C, h, w] into one token per 2x2 square: [B, h/2 * w/2, 4 C]."""
-    b, c, h, w = x.shape
-    return x.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
-
-
-def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Undo `pack_latents` for latents of this size: [B, C, h, w]."""
-    b, c = len(tokens), tokens.shape[2] // 4
-    squares = tokens.reshape(b, height // 2, width // 2, c, 2, 2)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(b, c, height, width)
-
-
-def latent_image_ids(height: int, width: int) -> Tensor:
-    """Return zero, row and column of every token, as rotary position ids: [h/2 * w/2, 3]."""
-    rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
-    return torch.stack([torch.zeros_like(rows), rows, columns], -1).reshape(-1, 3).float()
 
 
 class FluxPromptEncoder(TextEncoders):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Condition, Metadata, Placement, Prompts
-from .flux import FLUX_DEV, TINY_CONFIGS, FluxBackbone, FluxSpec, flux_to_original, pack_latents, unpack_latents
+from .flux import FLUX_DEV, TINY_CONFIGS, FluxBackbone, FluxSpec, flux_to_original
 from .image_backbone import condition_image_key, read_condition_image
+from .latent_packing import pack_latents, unpack_latents
 from .pipeline_components import PublishedModel
 from .pretrained import WeightsSource
 

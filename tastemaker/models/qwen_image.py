@@ -19,8 +19,8 @@ from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
-from .flux import pack_latents, unpack_latents
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone
+from .latent_packing import move_padding_last, pack_latents, trim_padding, unpack_latents
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
 from .text_encoders import TextEncoder, TextEncoders
@@ -124,12 +124,9 @@ class QwenPromptEncoder(TextEncoders):
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         texts = [self.template.format(prompt) for prompt in prompts]
         mask = self.text_encoder.tokenize(texts)["attention_mask"]
-        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # padding last, wherever the tokenizer puts it
-        prompt_embeds = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
-        return {
-            "prompt_embeds": prompt_embeds.take_along_dim(order, 1)[:, self.prefix :],
-            "lengths": mask.sum(1) - self.prefix,
-        }
+        embeds = self.text_encoder(texts, use_attention_mask=True).last_hidden_state
+        prompt_embeds, lengths = move_padding_last(embeds, mask)
+        return {"prompt_embeds": prompt_embeds[:, self.prefix :], "lengths": lengths - self.prefix}
 
 
 def load_language_model(components: PipelineComponents, max_length: int) -> TextEncoder:
@@ -196,15 +193,6 @@ class QwenImageBackbone(ImageBackbone):
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         pixels = self.autoencoder.decode(unpack_latents(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
         return pixels if frames is None else pixels[:, list(frames)]
-
-
-def trim_padding(prompt_embeds: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Trim prompt_embeds [B, L, D] to the longest prompt; return them and a mask of real tokens, None if all are."""
-    if lengths is None:
-        return prompt_embeds, None
-    longest = int(lengths.max())
-    mask = torch.arange(longest) < lengths[:, None]
-    return prompt_embeds[:, :longest], None if bool(mask.all()) else mask
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
-from .component_configs import CLIP_G, CLIP_L, T5_XXL, VAE, ComponentConfigs
+from .component_configs import CLIP_G, CLIP_L, T5_XXL, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone, cast_to_network_dtype
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
@@ -89,18 +89,7 @@ TINY_CONFIGS: ComponentConfigs = {
         "dual_attention_layers": (0,),
         "qk_norm": "rms_norm",
     },
-    "vae": {
-        "block_out_channels": (8, 8, 8, 8),
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "latent_channels": LATENT_CHANNELS,
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "scaling_factor": 1.5305,
-        "shift_factor": 0.0609,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    },
+    "vae": {**TINY_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609},
     "text_encoder": TINY_CLIP,
     "text_encoder_2": {**TINY_CLIP, "hidden_act": "gelu"},
     "text_encoder_3": {"vocab_size": 99, "d_model": 48, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},

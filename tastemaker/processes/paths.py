@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from ..core.distributions import expand_dims_like
@@ -68,6 +69,9 @@ class RectifiedFlow(NoisePath):
     sigma_min: float | None = None  # level at which the last sampling step begins, before the shift; evenly spaced
     shift_terminal: float | None = None  # the same after the shift: levels are stretched to reach it
     linear_quadratic_threshold: float | None = None  # share of the noise removed linearly by the first half of steps
+    # Image tokens of FLUX.2, on which the shift of its sampler depends, and on the number of steps; `shift` is for
+    # training timesteps then.
+    flux2_tokens: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if not self.shift > 0 or math.isinf(self.shift):
@@ -93,7 +97,8 @@ class RectifiedFlow(NoisePath):
             t = torch.cat([torch.linspace(1, self.sigma_min, num_steps), t[-1:]])
         if self.linear_quadratic_threshold is not None and num_steps > 1:
             t = linear_quadratic_levels(num_steps, self.linear_quadratic_threshold)
-        levels = self.shift * t / (1 + (self.shift - 1) * t)
+        shift = self.shift if self.flux2_tokens is None else flux2_shift(self.flux2_tokens, num_steps)
+        levels = shift * t / (1 + (shift - 1) * t)
         if self.shift_terminal is not None and num_steps > 1:
             levels[:-1] = 1 - (1 - levels[:-1]) * (1 - self.shift_terminal) / (1 - levels[-2])
         return levels
@@ -112,6 +117,15 @@ class RectifiedFlow(NoisePath):
 
     def output_error_weight(self, t: Tensor) -> Tensor:
         return t.clamp(min=1e-3) ** -2
+
+
+def flux2_shift(tokens: int, num_steps: int) -> float:
+    """Return FLUX.2's timestep shift: its logarithm is linear in the tokens, and up to 4300 tokens in the steps too."""
+    at_200_steps = 1.6927e-4 * tokens + 0.45666666
+    if tokens > 4300:
+        return math.exp(at_200_steps)
+    at_10_steps = 8.73809524e-05 * tokens + 1.89833333
+    return math.exp(at_200_steps + (at_200_steps - at_10_steps) / 190 * (num_steps - 200))
 
 
 def linear_quadratic_levels(num_steps: int, threshold: float) -> Tensor:

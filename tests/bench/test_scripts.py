@@ -36,6 +36,8 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param(
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
+        pytest.param("generators", "grpo-z-image-turbo", "s per prompt", marks=SLOW, id="generators"),
+        pytest.param("generators", "grpo-flux2-klein,draft-flux2-klein", "s per prompt", marks=LONG, id="flux2"),
         pytest.param("janus", "decode-1B,library-1B,update-1B", "s", marks=LONG, id="janus"),
         pytest.param("video", "modelscope,plain-modelscope", "s per video", marks=SLOW, id="modelscope"),
         pytest.param("video", "videocrafter,plain-videocrafter,wan", "s per video", marks=LONG, id="videocrafter-wan"),

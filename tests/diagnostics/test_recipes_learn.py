@@ -37,11 +37,13 @@ CHECKED_TOYS = {
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
 CHECKED_PUBLISHED = {
-    "dpo-showo", "flowgrpo-sd35", "grpo-janus", "grpo-llamagen", "reward-gradient-dit-folder", "vader-opensora-hps",
+    "dpo-showo", "flowgrpo-sd35", "grpo-flux2-klein", "grpo-janus", "grpo-llamagen", "grpo-z-image-turbo",
+    "reward-gradient-dit-folder", "vader-opensora-hps",
 }  # fmt: skip
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, or on a network and with an objective that recipes of the other sets have too.
 LONG = {
+    "draft-flux2-klein", "grpo-flux2", "nft-flux2-klein-base",
     "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
     "awm-sd35", "draft-sd15", "epg-sd35", "mixgrpo-flux", "srpo-flux-hps-lora", "srpo-flux-pickscore",
     "srpo-qwen-image-lora", "vgrpo-sd35",

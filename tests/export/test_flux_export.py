@@ -30,7 +30,8 @@ from tastemaker.core.types import Placement, PromptBatch
 from tastemaker.data.image_io import read_image
 from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE, LoraFromFile
-from tastemaker.models.flux import TINY_CONFIGS, FluxSpec, pack_latents
+from tastemaker.models.flux import TINY_CONFIGS, FluxSpec
+from tastemaker.models.latent_packing import pack_latents
 from tastemaker.search import generation
 from tastemaker.search.best_of_n import SingleSample
 from tastemaker.search.generation import GenerationOptions

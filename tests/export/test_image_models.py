@@ -1,4 +1,4 @@
-"""Exports of SD3, Qwen-Image, SD 1.5, SDXL and Sana: diffusers computes the same with pipelines and LoRA files."""
+"""Exports of image models: diffusers computes the same with pipelines and LoRA files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ import transformers
 from image_pipelines import make_qwen_21_pipeline, make_qwen_edit_pipeline, make_sana_pipeline
 from rich.console import Console
 from tiers import fast
-from tiny_pipelines import CLIP_TOKENS, T5_VOCAB_SIZE, byte_clip_tokenizer, byte_t5_tokenizer, random_network
+from tiny_pipelines import (
+    CLIP_TOKENS,
+    T5_VOCAB_SIZE,
+    byte_clip_tokenizer,
+    byte_t5_tokenizer,
+    make_flux2_pipeline,
+    make_z_image_pipeline,
+    random_network,
+)
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from untrained_runs import save_perturbed_run
@@ -114,6 +122,8 @@ class Family:
 FAMILIES = {
     "sd3": Family(sd3_pipeline, "flowgrpo-sd35", ", max_text_tokens: 24"),
     "qwen_image": Family(qwen_pipeline, "flowgrpo-sd35", ", max_text_tokens: 280"),
+    "z_image": Family(lambda: make_z_image_pipeline(6.0), "flowgrpo-sd35", ", max_text_tokens: 24"),
+    "flux2": Family(lambda: make_flux2_pipeline(dev=False), "flowgrpo-sd35", ", max_text_tokens: 24"),
     "sd15": Family(sd15_pipeline, "draft-sd15"),
     "sdxl": Family(sdxl_pipeline, "refl-sdxl"),
 }

@@ -21,7 +21,8 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models import flux
-from tastemaker.models.flux import FluxSpec, latent_image_ids, pack_latents, unpack_latents
+from tastemaker.models.flux import FluxSpec
+from tastemaker.models.latent_packing import latent_image_ids, pack_latents, unpack_latents
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT

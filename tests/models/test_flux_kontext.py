@@ -26,9 +26,10 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement, select_rows
 from tastemaker.data.image_io import read_image, save_image
 from tastemaker.data.prompts import EditFile
-from tastemaker.models.flux import TINY_CONFIGS, pack_latents
+from tastemaker.models.flux import TINY_CONFIGS
 from tastemaker.models.flux_kontext import FluxKontextSpec
 from tastemaker.models.image_backbone import resize_and_center_crop
+from tastemaker.models.latent_packing import pack_latents
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow

@@ -10,12 +10,14 @@ from tastemaker.core.model_spec import ModelSpec
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.models.flux import FluxSpec
+from tastemaker.models.flux2 import Flux2Spec
 from tastemaker.models.qwen_image import QwenImageSpec
 from tastemaker.models.qwen_image_edit import QwenImageEditSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
 from tastemaker.models.wan import WanSpec
+from tastemaker.models.z_image import ZImageSpec
 
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 JOINT = ATTENTION | {"add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
@@ -34,6 +36,8 @@ def adapted_layers(spec: ModelSpec, tuning: Lora) -> set[str]:
     ("spec", "expected"),
     [
         (FluxSpec(), JOINT | {"proj", "net.2"}),
+        (Flux2Spec(), JOINT | {"linear_in", "linear_out", "to_qkv_mlp_proj", "to_out"}),
+        (ZImageSpec(), ATTENTION | {f"feed_forward.w{i}" for i in (1, 2, 3)}),
         (Sd3Spec(), JOINT),
         (QwenImageSpec(), JOINT),
         (QwenImageEditSpec(), JOINT),
@@ -41,7 +45,7 @@ def adapted_layers(spec: ModelSpec, tuning: Lora) -> set[str]:
         (Sd15Spec(), ATTENTION),
     ],
 )
-def test_default_targets_are_attention_and_flux_feed_forward_layers(spec: ModelSpec, expected: set[str]) -> None:
+def test_default_targets_are_attention_and_some_feed_forward_layers(spec: ModelSpec, expected: set[str]) -> None:
     assert adapted_layers(spec, Lora(rank=2)) == expected
 
 

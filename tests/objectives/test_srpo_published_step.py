@@ -22,7 +22,8 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models.flux import TINY_CONFIGS, FluxSpec, pack_latents
+from tastemaker.models.flux import TINY_CONFIGS, FluxSpec
+from tastemaker.models.latent_packing import pack_latents
 from tastemaker.objectives.srpo import SRPO, DirectAlignBatch
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow

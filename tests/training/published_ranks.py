@@ -10,7 +10,7 @@ import traceback
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,10 @@ from tastemaker.training.engine import Engine, TrainingError
 from tastemaker.training.loop import train_step
 from tastemaker.training.run import Run
 
-FLUX, LTX = toys.GENERATORS["flux"], toys.GENERATORS["ltx"]
+FLUX, FLUX2, LTX = (toys.GENERATORS[name] for name in ("flux", "flux2", "ltx"))
 # 720x720 pixels, SRPO's own size, are 45x45 tokens: an odd number, as of these 3x3.
 toys.GENERATORS["flux_odd"] = replace(FLUX, spec=replace(FLUX.spec, height=48, width=48, max_text_tokens=15))
+toys.GENERATORS["flux2_odd"] = replace(FLUX2, spec=replace(FLUX2.spec, height=48, width=48, max_text_tokens=15))
 toys.GENERATORS["ltx_odd"] = replace(LTX, spec=replace(LTX.spec, frames=17))
 LTX2 = toys.GENERATORS["ltx2"]
 toys.GENERATORS["ltx2_odd"] = replace(LTX2, spec=replace(LTX2.spec, frames=17, height=96, width=96))
@@ -44,6 +45,7 @@ CASES = {
     "qwen_image-grpo": ("qwen_image", GRPO(group_size=4), FullFinetuning()),
     "sd15-gradient": ("sd15", RewardGradient(last_steps=1), Lora(rank=4)),
     "flux_odd-gradient": ("flux_odd", RewardGradient(last_steps=2), FullFinetuning()),
+    "flux2_odd-gradient": ("flux2_odd", RewardGradient(last_steps=2), FullFinetuning()),
     "wan-gradient": ("wan", RewardGradient(last_steps=2), FullFinetuning()),
     "ltx_odd-gradient": ("ltx_odd", RewardGradient(last_steps=2), FullFinetuning()),
     "wan_i2v-gradient": ("wan_i2v", RewardGradient(last_steps=2, frames="last"), FullFinetuning()),
@@ -52,13 +54,20 @@ CASES = {
 }
 
 
-IMAGE_TOKENS = {"flux": 4, "qwen_image": 4, "flux_odd": 9, "wan": 8, "ltx_odd": 3, "wan_i2v": 8, "ltx2_odd": 27}
+# In bf16, the default here, gradients differ by a percent of the largest element of their tensor.
+PRECISION: dict[str, Literal["fp32"]] = {"flux2_odd": "fp32"}
+IMAGE_TOKENS = {
+    "flux": 4, "qwen_image": 4, "flux_odd": 9, "flux2_odd": 9, "wan": 8, "ltx_odd": 3, "wan_i2v": 8, "ltx2_odd": 27
+}  # fmt: skip
 
 
 def cases(world_size: int) -> dict[str, dict[str, Any]]:
     """Return the cases: sharded networks, and context parallelism over all ranks."""
     memory = {case: "checkpoint" if case.startswith("flux") else "keep" for case in CASES}
-    split_only = ("flux_odd-gradient", "wan-gradient", "ltx_odd-gradient", "wan_i2v-gradient", "ltx2_odd-gradient")
+    split_only = (
+        "flux_odd-gradient", "flux2_odd-gradient", "wan-gradient", "ltx_odd-gradient", "wan_i2v-gradient",
+        "ltx2_odd-gradient",
+    )  # fmt: skip
     sharded = {
         case: {"strategy": "fsdp", "activation_memory": activation_memory}
         for case, activation_memory in memory.items()
@@ -70,6 +79,7 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
         "flux-gradient:fsdp": {"context_parallel": world_size, "strategy": "fsdp", "activation_memory": "checkpoint"},
         "qwen_image-grpo:replicated": {"context_parallel": world_size},
         "flux_odd-gradient:replicated": {"context_parallel": world_size, "activation_memory": "checkpoint"},
+        "flux2_odd-gradient:replicated": {"context_parallel": world_size, "activation_memory": "checkpoint"},
         "wan-gradient:replicated": {"context_parallel": world_size},
         "ltx_odd-gradient:replicated": {"context_parallel": world_size},
         "wan_i2v-gradient:replicated": {"context_parallel": world_size},
@@ -99,7 +109,8 @@ def train(case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     name, objective, tuning = CASES[case]
     # Texts of Qwen-Image are padded to the longest, here an odd number of letters and the end token.
     prompts = tuple(f"{prompt} " for prompt in toys.PROMPTS) if name == "qwen_image" else toys.PROMPTS
-    engine = Engine(EngineConfig(device="cpu", **settings), OptimConfig(lr=1e-2, max_grad_norm=0.0), 2, seed=0)
+    config = EngineConfig(device="cpu", precision=PRECISION.get(name, "auto"), **settings)
+    engine = Engine(config, OptimConfig(lr=1e-2, max_grad_norm=0.0), 2, seed=0)
     run = Run(
         toys.policy(name, tuning, objective.snapshots()),
         objective,
