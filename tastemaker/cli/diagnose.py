@@ -79,12 +79,13 @@ def check(
     from ..config import config_warnings, required_files
     from ..config.dump import config_to_dict, config_to_yaml
     from ..config.load import load_any_config
+    from ..config.step_counts import compute_step_counts
     from ..training.device_precision import describe_precision
 
     config, console = load_any_config(recipe, merge_overrides(overrides)), make_console()
     console.print(config_to_yaml(config), markup=False, highlight=False, soft_wrap=True)
     table = Table("batch", "", title="one training step")
-    counts = asdict(checks.compute_step_counts(config, world_size or checks.torchrun_world_size()))
+    counts = asdict(compute_step_counts(config, world_size or checks.torchrun_world_size()))
     for key, label in STEP_COUNT_LABELS.items():
         table.add_row(label, f"{counts[key]:,}")
     console.print(table)
@@ -219,7 +220,7 @@ def train_command(recipe: str, overrides: Sequence[str], world_size: int, saving
 
 
 def describe_batch(config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int) -> str:
-    from ..config.check import compute_step_counts
+    from ..config.step_counts import compute_step_counts
 
     counts = compute_step_counts(config, world_size)
     rollout = f"{estimate.collect_batch} samples in rollouts, " if estimate.collect_batch else ""

@@ -10,8 +10,8 @@ from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
 from ..training.device_precision import describe_emulation
-from .check import compute_step_counts
 from .schema import AnyConfig, AutoencoderRunConfig, PreferenceRunConfig, RunConfig
+from .step_counts import compute_step_counts
 
 if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` does without
     from ..training.engine import Engine

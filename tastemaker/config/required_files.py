@@ -13,10 +13,11 @@ from ..core.types import PromptBatch
 from ..data.dataset import MAX_FINITE_LENGTH
 from ..models.pretrained import find_cached
 from ..models.weight_files import PLAYGROUND, is_shipped, shipped_weights_path
-from .check import compute_step_counts, settings_of
+from .check import settings_of
 from .data_checks import BATCH_NAMES
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .shared_tokenizers import share_clip_tokenizer
+from .step_counts import compute_step_counts
 
 # Settings that name weights: a path, a hub id, or a name in the package.
 WEIGHT_SETTINGS = {"autoencoder", "init_weights", "text_encoder", "tokenizer", "transformer", "vae", "weights"}

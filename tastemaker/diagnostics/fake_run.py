@@ -85,11 +85,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
     with ExitStack() as stack:
         backbone = stack.enter_context(load_fake_backbone(config, world))
         weights = config.tuning.apply(backbone, config.objective.snapshots())
-        quantized: list[nn.Linear] = []
-        if config.engine.base_precision != "same":
-            quantized = quantized_base.quantize_frozen_layers(weights.net, config.engine.base_precision)
-        if config.engine.activation_memory == "checkpoint":
-            activation_memory.checkpoint_activations(weights.net)
+        quantized = prepare_network(weights.net, config.engine)
         for p in weights.trainable().values():
             p.grad = torch.empty_like(p)
         rubric = FakeRubric(config)
@@ -143,6 +139,16 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             collect_batch=max([call.rows for call in collected] + [pool.rows if pool else 0]),
             update_batch=max((call.rows for call in updated if call.grad), default=0),
         )
+
+
+def prepare_network(net: nn.Module, engine: EngineConfig) -> list[nn.Linear]:
+    """Change the network as the engine would; return the layers whose weights are in 8 bits."""
+    quantized: list[nn.Linear] = []
+    if engine.base_precision != "same":
+        quantized = quantized_base.quantize_frozen_layers(net, engine.base_precision)
+    if engine.activation_memory == "checkpoint":
+        activation_memory.checkpoint_activations(net)
+    return quantized
 
 
 def _count_parameters(module: nn.Module) -> int:

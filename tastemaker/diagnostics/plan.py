@@ -16,9 +16,9 @@ from ..autoencoders.discriminator import DISCRIMINATOR_LOSSES, GENERATOR_LOSSES
 from ..autoencoders.lpips import TINY, LPIPSDistance, load_lpips
 from ..autoencoders.patchgan import PatchGANDiscriminator
 from ..autoencoders.reconstruction_loss import reconstruction_loss
-from ..config.check import compute_step_counts
 from ..config.engine_rules import check_base_precision
 from ..config.schema import AutoencoderRunConfig, EngineConfig, RunConfig
+from ..config.step_counts import compute_step_counts
 from ..core.autoencoder import AutoencoderSpec, as_autoencoder
 from ..core.types import Placement
 from ..core.weights import FullFinetuning

@@ -139,14 +139,14 @@ def answer(request: Mapping[str, Any]) -> Answer:
 
 def check_config(source: str, overrides: list[str]) -> Answer:
     """Check a configuration as `tastemaker check` does, except for reading the data."""
-    from ..config import check, config_warnings, required_files
+    from ..config import check, config_warnings, required_files, step_counts
     from ..config.load import load_any_config
 
     config = load_any_config(source, overrides)
     problems = [*check.find_problems(config, 1), *required_files.find_missing_files(config)]
     if problems:
         return {"problems": problems}
-    counts = check.compute_step_counts(config, 1)
+    counts = step_counts.compute_step_counts(config, 1)
     summary = f"one step: {counts.samples or counts.prompts} samples, {counts.updates} update(s)"
     return {"problems": [], "warnings": config_warnings.collect_warnings(config), "summary": summary}
 

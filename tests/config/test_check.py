@@ -4,8 +4,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tastemaker.config.check import StepCounts, compute_step_counts, find_problems, require_valid, torchrun_world_size
+from tastemaker.config.check import find_problems, require_valid, torchrun_world_size
 from tastemaker.config.load import load, load_any_config
+from tastemaker.config.step_counts import StepCounts, compute_step_counts
 from tastemaker.core.registry import ConfigError
 from tastemaker.objectives.reward_gradient import RewardGradient
 

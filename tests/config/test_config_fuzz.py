@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tastemaker.config.check import compute_step_counts, find_problems
+from tastemaker.config.check import find_problems
 from tastemaker.config.dump import config_to_dict
 from tastemaker.config.load import RECIPES, apply_overrides, list_generator_recipes, read_recipe
+from tastemaker.config.step_counts import compute_step_counts
 from tastemaker.config.validate import validate_config
 from tastemaker.config.yaml_io import parse_yaml, render_yaml
 from tastemaker.core.registry import ConfigError

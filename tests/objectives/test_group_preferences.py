@@ -12,8 +12,9 @@ import toys
 from golden_cases import GoldenCase, assert_golden, load_cases
 from torch import Tensor
 
-from tastemaker.config.check import compute_step_counts, find_problems
+from tastemaker.config.check import find_problems
 from tastemaker.config.load import load
+from tastemaker.config.step_counts import compute_step_counts
 from tastemaker.core.policy import Guidance
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import select_rows

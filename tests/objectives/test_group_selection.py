@@ -12,8 +12,9 @@ import toys
 from torch import Tensor
 
 from tastemaker.config.build import build
-from tastemaker.config.check import compute_step_counts, require_valid
+from tastemaker.config.check import require_valid
 from tastemaker.config.load import load
+from tastemaker.config.step_counts import compute_step_counts
 from tastemaker.core.group_selection import GroupFilter, PoolSelection
 from tastemaker.core.objective import Context, Objective, rollout_and_score
 from tastemaker.core.policy import Policy

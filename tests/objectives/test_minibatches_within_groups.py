@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tastemaker.config.build import build
-from tastemaker.config.check import compute_step_counts, find_problems
+from tastemaker.config.check import find_problems
 from tastemaker.config.load import load
+from tastemaker.config.step_counts import compute_step_counts
 from tastemaker.core.registry import ConfigError
 from tastemaker.objectives.advantages import group_advantages
 from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO, split_groups

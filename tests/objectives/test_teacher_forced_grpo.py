@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tastemaker.config.build import build
-from tastemaker.config.check import compute_step_counts, find_problems
+from tastemaker.config.check import find_problems
 from tastemaker.config.load import load
+from tastemaker.config.step_counts import compute_step_counts
 from tastemaker.core.guidance import GuidedCausalBackbone
 from tastemaker.core.objective import Context, NoState, SingleProcess
 from tastemaker.core.policy import Backbone, Guidance, Policy

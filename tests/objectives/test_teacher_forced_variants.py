@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 import toys
 
-from tastemaker.config.check import compute_step_counts
 from tastemaker.config.load import load
+from tastemaker.config.step_counts import compute_step_counts
 from tastemaker.core.distributions import Categorical
 from tastemaker.core.policy import Guidance, Policy
 from tastemaker.core.randomness import Randomness
