@@ -85,9 +85,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
     with ExitStack() as stack:
         backbone = stack.enter_context(load_fake_backbone(config, world))
         weights = config.tuning.apply(backbone, config.objective.snapshots())
-        quantized = prepare_network(weights.net, config.engine)
-        for p in weights.trainable().values():
-            p.grad = torch.empty_like(p)
+        quantized = prepare_network(weights, config.engine)
         rubric = FakeRubric(config)
         frozen = [p for module in _modules(backbone) if module is not weights.net for p in module.parameters()]
         stack.enter_context(unset_fake_temporarily())
@@ -100,15 +98,16 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             *frozen,
             *rubric.parameters(),
         ]
-        guided = config.guidance is not None and config.guidance.scale != 1
-        model = config.process.wrap_guidance(backbone, config.guidance) if guided and config.guidance else backbone
-        policy: Policy[Any] = Policy(model, config.process, weights)
+        guidance = config.guidance
+        model = config.process.wrap_guidance(backbone, guidance) if guidance and guidance.scale != 1 else backbone
+        policy = Policy(model, config.process, weights)
         step = FakeStep(config, policy, rubric, _prompts(config, share), _micro_batch(config, share))
         with emulate_context_parallel(weights.net, context_parallel):
             collect_bytes = trace_peak_bytes(step.collect, existing)
         collected = recorder.take()
         pool = backbone.fake_pool if isinstance(backbone, FakeLlamagenBackbone | FakeJanusBackbone) else None
         cache = pool.kept if pool else []
+        cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         with emulate_context_parallel(weights.net, context_parallel):
             update_bytes = trace_peak_bytes(step.update, [*existing, *cache])
         updated = recorder.take()
@@ -123,7 +122,6 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         backward = (1 if config.tuning.is_adapter else 2) + (config.engine.activation_memory == "checkpoint")
         each = sum(call.flops(recorder) * (1 + backward * call.grad) for call in updated)
         update_flops = scale * len(step.experience) / step.micro_batch * len(step.parts) * config.batch.epochs * each
-        cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         return Measurement(
             parameters=_count_parameters(weights.net),
             quantized=sum(layer.weight.numel() for layer in quantized),
@@ -141,13 +139,15 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         )
 
 
-def prepare_network(net: nn.Module, engine: EngineConfig) -> list[nn.Linear]:
-    """Change the network as the engine would; return the layers whose weights are in 8 bits."""
-    quantized: list[nn.Linear] = []
+def prepare_network(weights: Weights, engine: EngineConfig) -> list[nn.Linear]:
+    """Change the network as the engine would, with gradients; return the layers whose weights are in 8 bits."""
+    net, quantized = weights.net, list[nn.Linear]()
     if engine.base_precision != "same":
         quantized = quantized_base.quantize_frozen_layers(net, engine.base_precision)
     if engine.activation_memory == "checkpoint":
         activation_memory.checkpoint_activations(net)
+    for p in weights.trainable().values():
+        p.grad = torch.empty_like(p)
     return quantized
 
 
