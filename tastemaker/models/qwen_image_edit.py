@@ -20,8 +20,8 @@ from ..core.types import Condition, Metadata, Placement, Prompts
 from ..data.image_io import to_uint8
 from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
-from .flux import pack_latents
 from .image_backbone import predict_by_layout, read_source_images, resize_and_center_crop, resize_with_lanczos
+from .latent_packing import pack_latents
 from .pipeline_components import TINY, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, silence_libraries
 from .qwen_image import CONFIGS, QwenImageBackbone, QwenImageSpec, Side

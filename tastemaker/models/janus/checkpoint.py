@@ -79,7 +79,10 @@ def find_release(weights: str) -> WeightsSource:
 
 
 def find_sizes(weights: str) -> JanusSizes:
-    """Sizes of a released model, of a folder, or of random weights; no weights are read."""
+    """Sizes of a released model, of a folder, or of random weights; no weights are read.
+
+    Weights that are not found have the sizes of the 1B model, so that `check` works without them; loading refuses them.
+    """
     if weights == TINY:
         return TINY_SIZES
     kind, _, hub = weights.partition(":")
@@ -91,7 +94,12 @@ def find_sizes(weights: str) -> JanusSizes:
     elif Path(weights).expanduser().is_dir():
         return read_sizes(Path(weights).expanduser())
     release = find_release(weights)
-    return RELEASES[release] if release in RELEASES else read_sizes(find_weights(weights, release))
+    if release in RELEASES:
+        return RELEASES[release]
+    try:
+        return read_sizes(find_weights(weights, release))
+    except ConfigError:
+        return RELEASES[JANUS_1B]
 
 
 @cache
