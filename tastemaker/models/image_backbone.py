@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Prompts
 from ..data.image_io import read_image
+from ..data.image_transforms import resize_and_center_crop as resize_and_center_crop
 from .text_encoders import CachedTextEncoder, disable_autocast
 
 DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here
@@ -143,13 +143,3 @@ def read_condition_image(image: object, height: int, width: int) -> Tensor | Non
 def condition_image_key(image: object) -> int | str:
     """Return a key by which the same image of several prompts is recognized, so that it is encoded once."""
     return str(image) if isinstance(image, (str, Path)) else id(image)
-
-
-def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize images [N, 3, H, W] so that they cover a size, and crop the center: [N, 3, height, width]."""
-    scale = max(height / pixels.shape[2], width / pixels.shape[3])
-    size = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
-    if size != tuple(pixels.shape[2:]):
-        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return pixels[..., top : top + height, left : left + width]

@@ -68,6 +68,7 @@ class DiT(nn.Module):
         width: int,
         depth: int,
         heads: int,
+        has_source: bool = False,
     ) -> None:
         super().__init__()
         self.width, self.max_text_tokens, self.frames = width, max_text_tokens, frames
@@ -77,6 +78,9 @@ class DiT(nn.Module):
         self.enter, self.place = nn.Linear(patch_dim, width), nn.Parameter(torch.randn(1, 1, num_patches, width) * 0.02)
         if frames > 1:
             self.frame_place = nn.Parameter(torch.randn(1, frames, 1, width) * 0.02)
+        if has_source:
+            self.enter_source = nn.Linear(patch_dim, width, bias=False)
+            nn.init.zeros_(self.enter_source.weight)  # training starts from the generator without a source
         self.time, self.pooled = nn.Linear(2 * FREQUENCIES, width), nn.Linear(width, width)
         self.modulation = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(SingleStreamBlock(width, heads) for _ in range(depth))
@@ -88,10 +92,15 @@ class DiT(nn.Module):
         steps = torch.arange(FREQUENCIES) / FREQUENCIES
         self.register_buffer("frequencies", torch.exp(steps * math.log(1000.0)) * math.pi / 2, persistent=False)
 
-    def forward(self, x: Tensor, t: Tensor, ids: Tensor) -> Tensor:
-        """Output of the shape of the patches [B, F, patches, dim], at times [B] and for word ids [B, W]."""
+    def forward(self, x: Tensor, t: Tensor, ids: Tensor, source: Tensor | None = None) -> Tensor:
+        """Output of the shape of the patches [B, F, patches, dim], at times [B] and for word ids [B, W].
+
+        `source` are the clean patches of the image to edit, of the same shape.
+        """
         words = self.word(ids)
         h = self.enter(x) + self.place
+        if source is not None:
+            h = h + self.enter_source(source)
         if self.frames > 1:
             h = h + self.frame_place
         h = torch.cat([words + self.word_place, h.flatten(1, 2)], 1)
