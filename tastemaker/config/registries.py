@@ -104,6 +104,7 @@ REWARDS = Registry(
         "lpips": "tastemaker.rewards.target_image:LpipsReward",
         "dino_similarity": "tastemaker.rewards.image_similarity:DinoSimilarityReward",
         "clip_i": "tastemaker.rewards.image_similarity:ClipImageSimilarityReward",
+        "source_similarity": "tastemaker.rewards.source_similarity:SourceSimilarityReward",
         "discriminator": "tastemaker.rewards.discriminator:DiscriminatorReward",
         "aesthetic": "tastemaker.rewards.clip_heads:AestheticReward",
         "aesthetic_v25": "tastemaker.rewards.aesthetic_v25:AestheticV25Reward",

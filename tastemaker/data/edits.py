@@ -19,9 +19,9 @@ from ..core.registry import ConfigError
 from ..core.types import ImageBatch, Metadata, PromptBatch
 from .dataset import ShuffledDataset
 from .hf_datasets import is_saved_dataset, load_encoded_table
-from .image_io import IMAGE_FORMATS, VIDEO_SUFFIXES, decode_image, read_image
+from .image_io import IMAGE_FORMATS, VIDEO_SUFFIXES, decode_image, read_image, resize_and_center_crop
 from .image_sources import MAX_DECODED_VALUES, require_directory
-from .image_transforms import resize_and_center_crop, stack_images
+from .image_transforms import stack_images
 from .text_files import Row, read_csv_rows, read_json_rows, read_text, require_file, row_metadata
 
 Role = Literal["prompt", "image", "target", "mask"]
@@ -118,8 +118,8 @@ class EditDataset(ShuffledDataset):
 class EditFile:
     """Prompts with one or several source images, and optionally the wanted result and a mask of what may change.
 
-    `path` is a .jsonl or .csv, a folder of edits, or a folder saved by `datasets`. For image-to-video, the source is the
-    first frame; without one, it is the first frame of the target.
+    `path` is a .jsonl or .csv, a folder of edits, or a folder saved by `datasets`. For image-to-video, the source is
+    the first frame; without one, it is the first frame of the target.
     """
 
     path: Path | None = None  # by default a few small images, to try a recipe
@@ -156,6 +156,18 @@ class EditFile:
         if self.height is None or self.width is None:
             return target
         return resize_and_center_crop(target, self.height, self.width)
+
+
+def has_sources(path: Path) -> bool:
+    """Whether a file of prompts names source images, or a folder holds edits; then it is read as an EditFile."""
+    if path.is_dir():
+        return not is_saved_dataset(path) or any(
+            name in COLUMNS["image"] for name in load_encoded_table(path, "train").column_names
+        )
+    if path.suffix not in (".jsonl", ".csv"):
+        return False
+    _, first = (read_json_rows(path) if path.suffix == ".jsonl" else read_csv_rows(path))[0]
+    return any(name in first for name in COLUMNS["image"])
 
 
 def open_edits(spec: EditFile) -> EditSource:

@@ -111,16 +111,6 @@ def check_image_size(size: int | None) -> None:
         raise ValueError(f"'image_size': expected 1 to 16384 pixels, got {size}; correct 'image_size' [TM189]")
 
 
-def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize images [N, 3, H, W] so that they cover a size, and crop the center: [N, 3, height, width]."""
-    scale = max(height / pixels.shape[2], width / pixels.shape[3])
-    size = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
-    if size != tuple(pixels.shape[2:]):
-        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return pixels[..., top : top + height, left : left + width]
-
-
 def center_square(pixels: Tensor, size: int | None) -> Tensor:
     """The center square of frames [F, 3, H, W], resized to `size`; unchanged if `size` is None."""
     if size is None:

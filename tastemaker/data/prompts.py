@@ -13,10 +13,10 @@ from ..core.registry import ConfigError, suggest_name
 from ..core.types import Metadata, PromptBatch
 from .class_labels import make_class_labels
 from .dataset import ShuffledDataset
+from .edits import EditFile as EditFile
 from .embedding_store import list_embedded_prompts
 from .hf_datasets import load_prompts
 from .prompt_sets import load_prompt_templates, set_prompts, vader_set_names
-from .edits import EditFile as EditFile
 from .text_files import Row, get_text, read_csv_rows, read_json_rows, read_lines, row_metadata
 
 HELD_OUT_STRIDE = 5  # every fifth prompt of a named set is held out

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..core.objective import Comm, SingleProcess
-from ..core.output_paths import write_text_atomically
+from ..core.output_paths import SOURCE_FILE, write_text_atomically
 from ..core.registry import ConfigError
 from ..core.safe_files import parse_json, read_json, read_json_object, read_text
 from ..core.types import Metadata, PromptBatch, Prompts
 from ..data.image_io import read_image, save_image
+from ..rewards.reference_images import reference_images
 from ..search.base import SearchCost
 from .benchmarks import Benchmark
 from .metrics import IntervalDict, diversity, frechet_distance, summarize_scores
@@ -172,10 +173,14 @@ def _generate_samples(
     for first in range(0, len(pending), workers.world_size):
         # A sharded network needs all workers in every call, so a worker without a batch repeats the last one.
         batch = pending[min(first + workers.rank, len(pending) - 1)]
-        pixels, cost = sample_fn(benchmark.batch([benchmark.prompt_index(k) for k in batch]), torch.tensor(batch))
+        prompts = benchmark.batch([benchmark.prompt_index(k) for k in batch])
+        pixels, cost = sample_fn(prompts, torch.tensor(batch))
         if first + workers.rank < len(pending):
-            for k, image in zip(batch, pixels, strict=True):
+            for k, image, entry in zip(batch, pixels, prompts.metadata, strict=True):
                 save_image(image, out / _image_name(benchmark, k))
+                if entry.get("image") is not None:
+                    source = reference_images("image", [benchmark.prompts[benchmark.prompt_index(k)]], [entry])[0][0]
+                    save_image(source[None], (out / _image_name(benchmark, k)).with_name(SOURCE_FILE))
                 if benchmark.metadata_path:
                     prompt = benchmark.prompt_index(k)
                     path = out / benchmark.metadata_path.format(prompt=prompt)

@@ -25,6 +25,7 @@ from .pretrained import load_weights_into
 from .pretrained_autoencoder import load_vae
 
 Count = Annotated[int, Field(ge=1, le=64)]
+NEW_KEYS = ("frame_place", "enter_source.weight", "keep.weight", "keep.bias")  # that video models and editors add
 MAX_CACHED_SOURCES = 2**15  # 64 MB of the playground's latents in 16 bits
 
 
@@ -45,7 +46,7 @@ def unpatchify(patches: Tensor, size: int, shape: Sequence[int]) -> Tensor:
 def adapt_weights(tensors: Mapping[str, Tensor], net: DiT) -> dict[str, Tensor]:
     """Adapt weights of an image model to videos, edits or longer prompts; new positions and words stay random."""
     state = net.state_dict()
-    added = {key: state[key] for key in ("frame_place", "enter_source.weight") if key in state and key not in tensors}
+    added = {key: state[key] for key in NEW_KEYS if key in state and key not in tensors}
     new, trained = state["word_place"], tensors.get("word_place")  # [1, L, D]
     if trained is not None and trained.shape[-1] == new.shape[-1]:
         added["word_place"] = torch.cat([trained, new[:, trained.shape[1] :]], 1)[:, : new.shape[1]]
@@ -134,7 +135,8 @@ class DitSpec(ModelSpec):
     autoencoder: str | None = "playground/vae"  # likewise; without one, latents are coarse pixels
     image_size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels per side
     frames: Count = 1
-    edits: bool = False  # the source image of a prompt is an input, and prompts may have the words of instructions
+    # The source image of a prompt is an input, prompts may have the words of instructions; for a rectified flow.
+    edits: bool = False
     latent_channels: Annotated[int, Field(ge=1, le=256)] = 16  # of the autoencoder
     downsample_factor: Literal[4, 8] = 8  # of the autoencoder
     patch_size: Count = 1  # latents per token and side

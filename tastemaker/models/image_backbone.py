@@ -15,7 +15,7 @@ from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Prompts
 from ..data.image_io import read_image
-from ..data.image_transforms import resize_and_center_crop as resize_and_center_crop
+from ..data.image_io import resize_and_center_crop as resize_and_center_crop
 from .text_encoders import CachedTextEncoder, disable_autocast
 
 DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here

@@ -221,6 +221,19 @@ class EditChecks:
         """Whether all else is as it was: [N] bool."""
         return self.placed & self.kept & self.counted & (self.difference < TOLERANCE)
 
+    def reasons(self) -> list[list[str]]:
+        """Why each edit is wrong, in words."""
+        parts = {
+            "the instruction is not followed": self.shown,
+            "the color is wrong": self.colored | ~self.shown,
+            "the edited object moved": self.placed | ~self.shown,
+            "the other object changed": self.kept,
+            "there are more or fewer objects": self.counted,
+            "the background changed": self.difference < TOLERANCE,
+        }
+        rows = torch.stack([*parts.values()], 1).tolist()
+        return [[reason for reason, right in zip(parts, row, strict=True) if not right] for row in rows]
+
     def credit(self) -> Tensor:
         """Half for the instruction and half for all else, each with partial credit: [N] in [0, 1]."""
         instruction = (self.shown.float() + (self.shown & self.colored)) / 2

@@ -28,12 +28,13 @@ from torch import Tensor
 from ..core.registry import ConfigError
 from ..core.reward import BatchSize, Modality, PairwiseReward, Reward, RewardCard, RewardError, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
-from ..data.image_io import read_image, to_uint8
+from ..data.image_io import to_uint8
 from ..serving.chat_client import AbandonedRequest, ChatClient, EndpointPool, JudgeBudget, list_models
 from .cached import ScoreCache
 from .color import BrightnessReward
 from .judge_answers import AnswerError, JudgeAnswer
 from .judge_templates import JudgeTemplate, Question, fill_placeholders, load_template
+from .reference_images import reference_images
 
 DEFAULT_TEMPLATE = "unifiedreward_point"
 DEFAULT_RANGE = "0 to 1"  # of the default template: `tastemaker list` reads it without importing templates
@@ -45,6 +46,7 @@ MAX_CACHE_ENTRIES = 10_000_000
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Frames = NDArray[uint8]  # [F, H, W, 3]
+Pictures = Sequence[NDArray[uint8]]  # [H, W, 3] each: the frames of a sample, or the sources of an edit
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class AnswerTally:
 class JudgeCase:
     """What one score is about: named images, and values of placeholders."""
 
-    images: dict[str, Frames]
+    images: dict[str, Pictures]
     values: dict[str, str]
 
 
@@ -255,10 +257,11 @@ class ChatJudge:
 
     def _key(self, case: JudgeCase) -> bytes:
         digest = hashlib.blake2b(digest_size=32)
-        shapes = {name: frames.shape for name, frames in case.images.items()}
+        shapes = {name: picture_shapes(pictures) for name, pictures in case.images.items()}
         digest.update(json.dumps([self._identity, case.values, shapes], sort_keys=True).encode())
         for name in sorted(case.images):
-            digest.update(case.images[name].data)
+            for picture in case.images[name]:
+                digest.update(picture.data)
         return digest.digest()
 
     def _judge_case(self, key: bytes, case: JudgeCase, failed: threading.Event) -> float:
@@ -370,15 +373,20 @@ def text_values(prompt: str, metadata: Metadata) -> dict[str, str]:
     return {"instruction": prompt, **columns, "prompt": prompt}
 
 
-def source_image(metadata: Metadata) -> Frames:
-    """The image that was edited, which the column `image` of the data names."""
-    path = metadata.get("image")
-    if not isinstance(path, str):
+def source_pictures(prompt: str, metadata: Metadata) -> Pictures:
+    """The images that were edited, in the order of the metadata `image`; of a video its first frame."""
+    if metadata.get("image") is None:
         raise RewardError(
-            "this template shows the judge the image that was edited, but the sample has no 'image'; use data of type "
-            "edit_file, or another template [TM2032]"
+            f"this template shows the judge the image that was edited, but '{prompt:.80}' has no 'image'; use data of "
+            "type edit_file, or another template [TM2032]"
         )
-    return to_uint8(read_image(Path(path))[:1])
+    return [to_uint8(image[None])[0] for image in reference_images("image", [prompt], [metadata])[0]]
+
+
+def picture_shapes(pictures: Pictures) -> list[int] | list[list[int]]:
+    """The shape [F, H, W, 3] of frames of one size; else the shape of each, so that cached scores keep their keys."""
+    shapes = [list(picture.shape) for picture in pictures]
+    return [len(shapes), *shapes[0]] if all(shape == shapes[0] for shape in shapes) else shapes
 
 
 def build_cases(
@@ -387,8 +395,8 @@ def build_cases(
     """One case for each row of the named samples [B, F, 3, H, W]."""
     template, cases = spec.judge_template, []
     for i, (prompt, entry) in enumerate(zip(prompts, metadata, strict=True)):
-        images = {name: select_frames(pixels[i], spec) for name, pixels in samples.items()}
-        images |= {"source": source_image(entry)} if template.needs_source else {}
+        images: dict[str, Pictures] = {name: list(select_frames(pixels[i], spec)) for name, pixels in samples.items()}
+        images |= {"source": source_pictures(prompt, entry)} if template.needs_source else {}
         names = {name for question in template.questions for name in question.placeholders}
         values = {name: value for name, value in text_values(prompt, entry).items() if name in names}
         cases.append(JudgeCase(images, values))

@@ -118,9 +118,9 @@ def test_mistakes_name_the_file_and_what_is_missing(tmp_path: Path) -> None:
     }
     for name, (row, code) in rows.items():
         (tmp_path / "edits.jsonl").write_text(json.dumps(row))
-        with pytest.raises(ConfigError, match=rf"edits\.jsonl.*\[{code}\]"):
+        with pytest.raises(ConfigError) as caught:
             EditFile(tmp_path / "edits.jsonl").load(0)
-            pytest.fail(name)
+        assert "edits.jsonl" in str(caught.value) and f"[{code}]" in str(caught.value), name
     (tmp_path / "edits.jsonl").write_text(json.dumps({"prompt": "x", "image": "a.png"}))
     with pytest.raises(ConfigError, match="TM2353"):
         EditFile(tmp_path / "edits.jsonl", supervised=True).load(0).batch(0, 1, 0, 1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FREQUENCIES = 64
+MIN_TIME = 0.05  # the smallest time by which a difference to the source is divided
 
 
 class SingleStreamAttention(nn.Module):
@@ -81,6 +82,9 @@ class DiT(nn.Module):
         if has_source:
             self.enter_source = nn.Linear(patch_dim, width, bias=False)
             nn.init.zeros_(self.enter_source.weight)  # training starts from the generator without a source
+            self.keep = nn.Linear(width, 1)
+            nn.init.zeros_(self.keep.weight)
+            nn.init.constant_(self.keep.bias, -1.0)
         self.time, self.pooled = nn.Linear(2 * FREQUENCIES, width), nn.Linear(width, width)
         self.modulation = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(SingleStreamBlock(width, heads) for _ in range(depth))
@@ -95,7 +99,8 @@ class DiT(nn.Module):
     def forward(self, x: Tensor, t: Tensor, ids: Tensor, source: Tensor | None = None) -> Tensor:
         """Output of the shape of the patches [B, F, patches, dim], at times [B] and for word ids [B, W].
 
-        `source` are the clean patches of the image to edit, of the same shape.
+        `source` are the clean patches of the image to edit, of the same shape. The network decides for each patch how
+        much of it to keep, and the output is the velocity of a rectified flow towards that mixture.
         """
         words = self.word(ids)
         h = self.enter(x) + self.place
@@ -110,5 +115,12 @@ class DiT(nn.Module):
         for block in self.blocks:
             h = block(h, time)
         shift, scale = self.last(condition)[:, None].chunk(2, -1)
-        out: Tensor = self.leave(F.layer_norm(h[:, self.max_text_tokens :], (self.width,)) * (1 + scale) + shift)
-        return out.float()
+        h = F.layer_norm(h[:, self.max_text_tokens :], (self.width,)) * (1 + scale) + shift
+        out: Tensor = self.leave(h).float()
+        if source is None:
+            return out
+        # In terms of clean patches: (1 - kept) * predicted + kept * source.
+        kept = self.keep(h).float().sigmoid().view(*x.shape[:-1], 1)
+        time = t.float().view(-1, *(1,) * (x.ndim - 1))
+        velocity = out.view(x.shape)
+        return velocity + kept * (x - time * velocity - source) / time.clamp(min=MIN_TIME)
