@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,6 +157,31 @@ class EditFile:
         if self.height is None or self.width is None:
             return target
         return resize_and_center_crop(target, self.height, self.width)
+
+
+def resolve_sources(row: Row, folder: Path) -> Metadata:
+    """A row whose `image`, `target` and `mask`, as far as they name files, have paths that do not need the folder."""
+    resolved = dict(row)
+    for name in ("image", "target", "mask"):
+        value = row.get(name)
+        if isinstance(value, str) and value:
+            resolved[name] = str(folder / value)
+        elif isinstance(value, list):
+            resolved[name] = [str(folder / each) if isinstance(each, str) else each for each in value]
+    return resolved
+
+
+def digest_sources(prompts: PromptBatch) -> str:
+    """A hash of the source images of all prompts, files by their content; empty if no prompt has any."""
+    digest, found = sha256(), False
+    for number, entry in enumerate(prompts.metadata):
+        image = entry.get("image")
+        for each in image if isinstance(image, (list, tuple)) else [image]:
+            if each is not None:
+                content = each.cpu().numpy().tobytes() if isinstance(each, Tensor) else Path(each).read_bytes()
+                digest.update(f"{number} {len(content)} ".encode() + content)
+                found = True
+    return digest.hexdigest() if found else ""
 
 
 def has_sources(path: Path) -> bool:

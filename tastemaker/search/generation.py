@@ -32,7 +32,7 @@ from ..core.safe_files import MAX_ROWS_BYTES, check_text, read_bytes, read_json_
 from ..core.text_layout import slugify
 from ..core.types import PromptBatch
 from ..core.weights import FullFinetuning
-from ..data.edits import EditFile, has_sources
+from ..data.edits import EditFile, digest_sources, has_sources
 from ..data.image_io import check_video_format, make_contact_sheet, read_image, save_image, video_suffix
 from ..data.prompts import open_prompt_file
 from ..data.text_files import require_file
@@ -395,19 +395,6 @@ def make_sheet(samples: Tensor, options: GenerationOptions) -> Tensor:
     sources = read_sources(captions, metadata, *samples.shape[-2:])
     event = SamplesGenerated(0, tuple(captions), samples, {}, sources)
     return make_contact_sheet(event.pixels_with_sources(), captions)
-
-
-def digest_sources(prompts: PromptBatch) -> str:
-    """A hash of the source images of all prompts, files by their content; empty if no prompt has any."""
-    digest, found = hashlib.sha256(), False
-    for number, entry in enumerate(prompts.metadata):
-        image = entry.get("image")
-        for each in image if isinstance(image, (list, tuple)) else [image]:
-            if each is not None:
-                content = each.cpu().numpy().tobytes() if isinstance(each, Tensor) else read_bytes(Path(each))
-                digest.update(f"{number} {len(content)} ".encode() + content)
-                found = True
-    return digest.hexdigest() if found else ""
 
 
 def split_over_ranks(indices: Sequence[int], batch_size: int | None, comm: Comm) -> list[tuple[list[int], bool]]:
