@@ -38,13 +38,6 @@ class SceneEdits:
     def __len__(self) -> int:
         return len(self.kind)
 
-    def held_out(self) -> Tensor:
-        """Whether an instruction is held out, a fifth of them: [N] bool."""
-        old = torch.where(self.source.present[:, EDITED], self.source.class_id[:, EDITED], len(CLASSES))
-        new, color = self.target.class_id[:, EDITED], self.target.color[:, EDITED]
-        second = self.kind + 8 * (new == self.target.class_id[:, KEPT])
-        return philox((second, old, new, torch.where(self.kind == REMOVE, 0, color)), SPLIT_KEY)[0] % 5 == 0
-
     def texts(self) -> tuple[str, ...]:
         """The instructions, such as 'make the cup red' or 'add a second dog'."""
         columns = (
@@ -94,64 +87,85 @@ def _instruction(kind: int, old: int, new: int, color: int, kept: int) -> str:
     return f"remove the {CLASSES[old]}" if kind == REMOVE else f"replace the {CLASSES[old]} with {article(wanted)}"
 
 
+@dataclass(frozen=True)
+class _Instruction:
+    """The words of edits; without an object before or after the edit, `old` or `new` is the other one."""
+
+    kind: Tensor  # [N] index into KINDS
+    kept: Tensor  # [N] class of the object that stays as it is
+    old: Tensor  # [N] class of the edited object before
+    new: Tensor  # [N] class of the edited object after
+    kept_color: Tensor  # [N] 0 for the natural color, else 1 + index into COLORS
+    old_color: Tensor
+    new_color: Tensor
+
+    def is_wrong(self, split: Split) -> Tensor:
+        """Whether it is of the other split, changes nothing, or ends in two objects of one class unasked: [N] bool."""
+        same_color = (self.kind == RECOLOR) & (self.old_color == self.new_color)
+        twins = (self.kind == REPLACE) & (self.new == self.kept)
+        return (self._held_out() != (split == "held_out")) | same_color | twins
+
+    def _held_out(self) -> Tensor:
+        """Whether an instruction is held out, a fifth of them: [N] bool."""
+        old = torch.where(self.kind == ADD, len(CLASSES), self.old)
+        setting = self.kind + 8 * (self.new == self.kept)
+        color = torch.where(self.kind == REMOVE, 0, self.new_color)
+        return philox((setting, old, self.new, color), SPLIT_KEY)[0] % 5 == 0
+
+
 def sample_edits(rng: Randomness, split: Split) -> SceneEdits:
     """Sample an edit of a split for each row. Scenes have up to two objects of different classes."""
-    edits = _sample_candidates(rng, 0)
-    wrong = _is_wrong(edits, split)
-    attempt = 0
-    while len(rows := wrong.nonzero()[:, 0]):
+    chosen, attempt = _sample_instructions(rng, 0), 0
+    while len(rows := chosen.is_wrong(split).nonzero()[:, 0]):
         attempt += 1
-        again = _sample_candidates(select_rows(rng, rows), attempt)
-        edits = _replace_rows(edits, again, rows)
-        wrong = _is_wrong(edits, split)
-    return edits
+        again = _sample_instructions(select_rows(rng, rows), attempt)
+        columns = ((getattr(chosen, f.name), getattr(again, f.name)) for f in fields(chosen))
+        chosen = _Instruction(*(before.index_copy(0, rows, new) for before, new in columns))
+    return _lay_out(chosen, rng)
 
 
-def _replace_rows(tree: Any, new: Any, rows: Tensor) -> Any:
-    """Replace rows of a tree of dataclasses of tensors."""
-    if isinstance(tree, Tensor):
-        return tree.index_copy(0, rows, new)
-    changed = {f.name: _replace_rows(getattr(tree, f.name), getattr(new, f.name), rows) for f in fields(tree)}
-    return replace(tree, **changed)
-
-
-def _is_wrong(edits: SceneEdits, split: Split) -> Tensor:
-    """Whether an edit is of the other split, changes nothing, or ends in two objects of one class unasked: [N] bool."""
-    old, new = edits.source, edits.target
-    same_color = (edits.kind == RECOLOR) & (old.color[:, EDITED] == new.color[:, EDITED])
-    twins = (edits.kind == REPLACE) & (new.class_id[:, EDITED] == new.class_id[:, KEPT])
-    return (edits.held_out() != (split == "held_out")) | same_color | twins
-
-
-def _sample_candidates(rng: Randomness, attempt: int) -> SceneEdits:
+def _sample_instructions(rng: Randomness, attempt: int) -> _Instruction:
     words = rng.words(PlaygroundPurpose.EDIT, 8, draw=attempt).unbind(1)
     kind, things = words[0] % len(KINDS), len(CLASSES)
     kept = words[1] % things
-    edited = (kept + 1 + words[2] % (things - 1)) % things
-    edited = torch.where((kind == ADD) & (words[3] % 3 == 0), kept, edited)  # a second one
-    other = (edited + 1 + words[3] % (things - 1)) % things
-    colors = [torch.where(word % 2 == 0, 1 + word // 2 % len(TINTS), 0) for word in words[4:7]]
+    old = (kept + 1 + words[2] % (things - 1)) % things
+    old = torch.where((kind == ADD) & (words[3] % 3 == 0), kept, old)  # a second one
+    other = (old + 1 + words[3] % (things - 1)) % things
+    kept_color, old_color, color = (torch.where(word % 2 == 0, 1 + word // 2 % len(TINTS), 0) for word in words[4:7])
+    tint = torch.where(kind == RECOLOR, 1 + words[7] % len(TINTS), color)
+    return _Instruction(
+        kind=kind,
+        kept=kept,
+        old=old,
+        new=torch.where(kind == REPLACE, other, old),
+        kept_color=kept_color,
+        old_color=old_color,
+        new_color=torch.where((kind == RECOLOR) | (kind == REPLACE), tint, old_color),
+    )
+
+
+def _lay_out(chosen: _Instruction, rng: Randomness) -> SceneEdits:
+    """The scenes before and after the edit, with objects at the same places."""
+    kind, zero = chosen.kind, torch.zeros_like(chosen.kind)
     layout = SceneCaptions(
-        task=torch.full_like(kind, TWO),
-        first=kept,
-        second=edited,
-        first_color=colors[KEPT],
-        second_color=colors[EDITED],
-        count=torch.ones_like(kind),
-        relation=torch.zeros_like(kind),
+        task=zero + TWO,
+        first=chosen.kept,
+        second=chosen.old,
+        first_color=chosen.kept_color,
+        second_color=chosen.old_color,
+        count=zero + 1,
+        relation=zero,
     )
     scenes = sample_scenes(layout, rng)
     slot = torch.arange(scenes.present.shape[1], device=kind.device) == EDITED
-    changes = slot & ((kind == RECOLOR) | (kind == REPLACE))[:, None]
-    tint = torch.where(kind == RECOLOR, 1 + words[7] % len(TINTS), colors[2])
     return SceneEdits(
         kind=kind,
         source=replace(scenes, present=scenes.present & ~(slot & (kind == ADD)[:, None])),
         target=replace(
             scenes,
             present=scenes.present & ~(slot & (kind == REMOVE)[:, None]),
-            class_id=torch.where(slot & (kind == REPLACE)[:, None], other[:, None], scenes.class_id),
-            color=torch.where(changes, tint[:, None], scenes.color),
+            class_id=torch.where(slot, chosen.new[:, None], scenes.class_id),
+            color=torch.where(slot, chosen.new_color[:, None], scenes.color),
         ),
     )
 
