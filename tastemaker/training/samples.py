@@ -15,7 +15,7 @@ from ..core.policy import Backbone, Guidance, Policy
 from ..core.randomness import Randomness
 from ..core.types import ImageBatch, Metadata, Prompts
 from ..data.image_io import resize_and_center_crop
-from ..rewards.reference_images import reference_images
+from ..data.metadata_images import read_metadata_images
 from .events import SamplesGenerated
 from .run import SAMPLE_STEP, Run
 
@@ -41,10 +41,7 @@ def generate_samples(run: Run, step: int) -> SamplesGenerated:
 
 def read_sources(prompts: Prompts, metadata: Sequence[Metadata], height: int, width: int) -> Tensor | None:
     """Return the source images of prompts at a size, at most MAX_SOURCES each: [B, S, 3, H, W]; None without any."""
-    images = [
-        reference_images("image", [prompt], [entry])[0][:MAX_SOURCES] if entry.get("image") is not None else ()
-        for prompt, entry in zip(prompts, metadata, strict=False)
-    ]
+    images = [(read_metadata_images(entry.get("image")) or ())[:MAX_SOURCES] for entry in metadata]
     count = max(map(len, images), default=0)
     if not count:
         return None
