@@ -261,7 +261,8 @@ def check_edits(detections: Detections, pixels: Tensor, sources: Tensor, request
     sure, rows = detections.score > THRESHOLD, torch.arange(len(detections), device=pixels.device)
 
     def distance(center: Tensor) -> Tensor:
-        return (detections.center - center[:, None]).norm(dim=2)  # [N, K]
+        away: Tensor = (detections.center - center[:, None]).norm(dim=2)  # [N, K]
+        return away
 
     def has_color(color: Tensor) -> Tensor:
         return (detections.color == color[:, None]) | (color == 0)[:, None]

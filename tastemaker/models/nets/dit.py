@@ -120,7 +120,7 @@ class DiT(nn.Module):
         if source is None:
             return out
         # In terms of clean patches: (1 - kept) * predicted + kept * source.
-        kept = self.keep(h).float().sigmoid().view(*x.shape[:-1], 1)
+        kept: Tensor = self.keep(h).float().sigmoid().view(*x.shape[:-1], 1)
         time = t.float().view(-1, *(1,) * (x.ndim - 1))
         velocity = out.view(x.shape)
         return velocity + kept * (x - time * velocity - source) / time.clamp(min=MIN_TIME)
