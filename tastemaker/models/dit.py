@@ -101,11 +101,12 @@ class DitBackbone(PlaygroundBackbone):
     def _read_source(self, prompt: str, metadata: Metadata) -> Tensor:
         """The image to edit: [1, 3, H, W]."""
         image = metadata.get("image")
-        several = isinstance(image, (list, tuple))
-        pixels = None if several and len(image) != 1 else image[0] if several else image
-        pixels = read_condition_image(pixels, *self.pixels[2:])
+        images = list(image) if isinstance(image, (list, tuple)) else [image]
+        pixels = read_condition_image(images[0], *self.pixels[2:]) if len(images) == 1 else None
         if pixels is None:
-            found = f"{len(image)} images" if several else "no image"
+            found = (
+                "no image" if image is None else f"{len(images)} images" if len(images) != 1 else "no readable image"
+            )
             raise ValueError(
                 f"the prompt '{prompt:.80}' has {found}, but this editor needs one source for each prompt; add a path "
                 "or pixels as `image` to its metadata, or give the sources with --image [TM2351]"

@@ -145,10 +145,10 @@ def _pairs_of_evaluations(record: RunRecord, count: int) -> BeforeAndAfter | Non
                 make_sample(read_image(row.path), verdict=row) for row in (before[index, seed], after[index, seed])
             )
             path = after[index, seed].source
-            source = make_sample(read_image(path)) if path else None
+            shown = make_sample(read_image(path)) if path else None
         except ImageError:
             continue
-        pairs[index] = SamplePair(before[index, seed].prompt, first, last, source)
+        pairs[index] = SamplePair(before[index, seed].prompt, first, last, shown)
     if not pairs:
         return None
     benchmark = name_benchmark(str(record.evaluations[names.after].get("benchmark", "the evaluation")))

@@ -100,9 +100,10 @@ class GenerationOptions:
         """The source images of a sample as metadata to write, if they are files."""
         image = self.prompts.metadata[index // self.samples_per_prompt].get("image")
         images = image if isinstance(image, list) else [image]
-        named = images and all(isinstance(each, (str, Path)) for each in images)
-        paths = [str(Path(each).resolve()) for each in images] if named else []
-        return {"image": paths if len(paths) > 1 else paths[0]} if paths else {}
+        paths = [str(Path(each).resolve()) for each in images if isinstance(each, (str, Path))]
+        if not paths or len(paths) < len(images):
+            return {}
+        return {"image": paths if len(paths) > 1 else paths[0]}
 
     def prompt(self, index: int) -> str:
         """The prompt of a sample."""
