@@ -99,7 +99,7 @@ class GenerationOptions:
     def sources(self, index: int) -> dict[str, Any]:
         """The source images of a sample as metadata to write, if they are files."""
         image = self.prompts.metadata[index // self.samples_per_prompt].get("image")
-        images = image if isinstance(image, list) else [image]
+        images = list(image) if isinstance(image, (list, tuple)) else [image]
         paths = [str(Path(each).resolve()) for each in images if isinstance(each, (str, Path))]
         if not paths or len(paths) < len(images):
             return {}
