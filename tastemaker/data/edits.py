@@ -37,6 +37,7 @@ COLUMNS: dict[Role, tuple[str, ...]] = {
     "mask": ("mask", "mask_image", "mask_img"),
 }
 MAX_SOURCES = 16
+TABLES = (".jsonl", ".csv")
 PROMPT_FILE = "prompt.txt"
 SUFFIXES = (*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES)
 # source, source_2, target or mask in the folder of an edit; 0001_source, ... if all edits are in one folder
@@ -134,7 +135,7 @@ class EditFile:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        if self.path is not None and self.path.suffix not in (".jsonl", ".csv") and not self.path.is_dir():
+        if self.path is not None and self.path.suffix not in (*TABLES, "") and not self.path.is_dir():
             raise ValueError(
                 f"'path': expected a folder or a file name that ends in .jsonl or .csv, got {str(self.path)!r:.60}; "
                 "correct the path, or convert the file [TM222]"
@@ -190,7 +191,7 @@ def has_sources(path: Path) -> bool:
         return not is_saved_dataset(path) or any(
             name in COLUMNS["image"] for name in load_encoded_table(path, "train").column_names
         )
-    if path.suffix not in (".jsonl", ".csv"):
+    if path.suffix not in TABLES:
         return False
     _, first = (read_json_rows(path) if path.suffix == ".jsonl" else read_csv_rows(path))[0]
     return any(name in first for name in COLUMNS["image"])
@@ -199,7 +200,7 @@ def has_sources(path: Path) -> bool:
 def open_edits(spec: EditFile) -> EditSource:
     """The edits of a file, a folder or a saved data set."""
     path = spec.path or EDIT_EXAMPLES
-    if not path.is_dir():
+    if path.suffix in TABLES and not path.is_dir():
         rows = read_json_rows(path) if path.suffix == ".jsonl" else read_csv_rows(path)
         columns = EditColumns.find(spec, {name: None for _, row in rows for name in row}, str(path))
         return EditList(tuple(columns.read(row, f"{path}, line {number}", path.parent) for number, row in rows))
