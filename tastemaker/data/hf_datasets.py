@@ -117,9 +117,8 @@ def load_encoded_table(folder: Path, split: str) -> Any:
     for name, feature in table.features.items():
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(inner := getattr(feature, "feature", None), datasets.Image):
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):  # a list of images
             table = table.cast_column(name, type(feature)(datasets.Image(decode=False)))
-            assert inner is not None
     return table
 
 
