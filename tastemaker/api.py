@@ -229,6 +229,7 @@ def generate(
     prompts: Sequence[str] = (),
     overrides: Sequence[str] = (),
     *,
+    images: Sequence[str | Path] = (),
     prompt_file: Path | None = None,
     out: str | Path = "generated",
     count: int = 1,
@@ -252,6 +253,7 @@ def generate(
     Args:
         model: a recipe, the directory of a run, or what was exported from one.
         prompts: by default, those of `prompt_file`, or the first of the recipe's data.
+        images: the images to edit or to start a video from, for every prompt; `prompt_file` may name them for each.
         out: the directory to write to; samples that are there are kept.
         count: samples of each prompt.
         search: how samples are searched for, of `num_candidates` that `verifier` scores.
@@ -264,7 +266,7 @@ def generate(
     console = console or message_console()
     config, checkpoint = resolve_source(str(model), overrides, lora, tiny=tiny, console=console)
     options = GenerationOptions(
-        choose_prompts(prompts, prompt_file, config),
+        choose_prompts(prompts, prompt_file, config, [Path(image) for image in images]),
         count,
         seed,
         build_sampler(search, num_candidates, scheduler, num_inference_steps),

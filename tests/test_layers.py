@@ -71,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core.distributions",
         "core.weights",
         "data.image_io",
+        "data.metadata_images",
         "evaluation.geneval_rules",
         "models.pretrained",
         "models.protobuf_reader",

@@ -39,8 +39,8 @@ for stage in "${stages[@]}"; do
   generators)
     wait # for the autoencoders
     for name in ${GENERATORS:-flow flow16 epsilon causal masked words}; do start "$name" train_and_export "$name"; done
-    wait # video starts from the weights of flow16
-    [ -n "${GENERATORS:-}" ] || start video train_and_export video
+    wait # video and edit start from the weights of flow16
+    [ -n "${GENERATORS:-}" ] || for name in video edit; do start "$name" train_and_export "$name"; done
     ;;
   *) echo "there is no stage '$stage'; expected rewards, autoencoders or generators" && exit 2 ;;
   esac

@@ -34,7 +34,8 @@ FeatureNetworkOption = Annotated[
 ]
 FeatureWeightsOption = Annotated[str, typer.Option(help="Weights of the feature network.")]
 BENCHMARK_NAMES = (
-    "geneval, geneval2, dpg, wise, unigenbench, t2i-compbench, vbench-lite, ocr, playeval, playeval-motion or wordeval."
+    "geneval, geneval2, dpg, wise, unigenbench, t2i-compbench, vbench-lite, ocr, playeval, playeval-edit, "
+    "playeval-motion or wordeval."
 )
 DeviceOption = Annotated[Device, typer.Option(help="Device.")]
 
@@ -106,7 +107,11 @@ def suggest_after_evaluation(benchmark: str, model: str, overrides: Sequence[str
     """Commands that follow: the report and the export of a run, or the training of a recipe."""
     if Path(model).is_dir():
         return [f"tastemaker report {model}", f"tastemaker export {model} --out {Path(model).name}.safetensors"]
-    file = "" if benchmark in ("geneval", "playeval", "playeval-motion", "wordeval") else " --metadata FILE"
+    file = (
+        ""
+        if benchmark in ("geneval", "playeval", "playeval-edit", "playeval-motion", "wordeval")
+        else " --metadata FILE"
+    )
     trained = f"tastemaker evaluate {benchmark}{file} --model RUN, to compare the trained model"
     return [f"tastemaker train {shlex.join([model, *overrides])}", trained]
 

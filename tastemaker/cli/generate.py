@@ -31,6 +31,9 @@ def generate(
     recipe: Annotated[str, typer.Argument(help="A recipe, the directory of a run, or an export.")],
     overrides: Overrides = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt; repeatable.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="Image to edit, or first frame; repeatable for several.")
+    ] = None,
     prompts: PromptFileOption = None,
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("generated"),
     count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
@@ -60,6 +63,7 @@ def generate(
         recipe,
         prompt or (),
         merge_overrides(overrides, device),
+        images=image or (),
         prompt_file=prompts,
         out=out,
         count=count,

@@ -110,7 +110,12 @@ def suggest_commands(config: AnyConfig) -> list[str]:
     data, is_video = str(settings["data"]["type"]), settings["model"].get("frames", 1) > 1
     benchmark = ""
     if data.startswith("playground"):
-        benchmark = "wordeval" if "sign" in data else "playeval-motion" if is_video else "playeval"
+        kinds = {
+            "playground_edits": "playeval-edit",
+            "playground_signs": "wordeval",
+            "playground_sign_prompts": "wordeval",
+        }
+        benchmark = kinds.get(data, "playeval-motion" if is_video else "playeval")
     elif "prompt" in data and not is_video and not str(settings["model"]["type"]).startswith("toy"):
         benchmark = "geneval"
     evaluate = [f"tastemaker evaluate {benchmark} --model {directory}"] if benchmark else []

@@ -33,7 +33,7 @@ from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
 from ..rewards.preference import tower_settings
-from .data_checks import BATCH_NAMES, DATA_TYPES, check_joint_batch, check_objective_data
+from .data_checks import BATCH_NAMES, DATA_TYPES, check_editor_path, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
 from .engine_rules import ENGINE_RULES
 from .group_rules import check_group_rewards, check_pairwise_rewards, check_pool
@@ -364,6 +364,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_scored_frames,
     check_num_frames,
     check_initial_image,
+    check_editor_path,
     check_gradient_steps,
     check_group_levels,
     check_truncated_sampling,

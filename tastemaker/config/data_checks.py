@@ -13,6 +13,9 @@ from ..core.types import (
     TokenBatch,
 )
 from ..data.joint import JointData
+from ..models.dit import DitSpec
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import RectifiedFlow
 from .dump import registered_name
 from .schema import RunConfig
 
@@ -44,6 +47,19 @@ def check_objective_data(config: RunConfig, world_size: int) -> str | None:
     advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
     return (
         f"data.type: the objective '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice} [TM783]"
+    )
+
+
+def check_editor_path(config: RunConfig, world_size: int) -> str | None:
+    model, process = config.model, config.process
+    if not isinstance(model, DitSpec) or not model.edits or not isinstance(process, GaussianProcess):
+        return None
+    if isinstance(process.path, RectifiedFlow):
+        return None
+    name = registered_name(type(process.path))
+    return (
+        f"process.path.type: model.edits mixes the source into the velocity of a rectified flow, but the path is "
+        f"'{name}'; set process.path.type to rectified_flow [TM2362]"
     )
 
 

@@ -15,6 +15,7 @@ from .safe_files import check_text
 
 MAX_NAME_BYTES = 200  # file systems allow 255
 _umask_lock = threading.Lock()
+SOURCE_FILE = "source.png"  # the source image of a prompt, beside its samples in an evaluation
 
 
 def check_output_directory(path: Path, option: str = "--out") -> Path:

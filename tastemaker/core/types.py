@@ -85,6 +85,7 @@ class ImageBatch:
     prompts: tuple[str, ...]
     pixels: Tensor  # [B, F, 3, H, W] in [0, 1]
     image_ids: Tensor | None = None  # [B] on the host, if images come again: the same id is the same image
+    metadata: tuple[Metadata, ...] = ()  # of each prompt, such as the source of an edit; empty if the data has none
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -105,14 +105,21 @@ def iterate_rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
         for batch in parquet.ParquetFile(path).iter_batches(ROWS_PER_BATCH):
             yield from batch.to_pylist()
         return
-    table = load_table(path, split)
+    for row in load_encoded_table(path, split):
+        yield dict(row)
+
+
+def load_encoded_table(folder: Path, split: str) -> Any:
+    """A split of a saved data set whose images are {bytes, path}, also in lists of images."""
+    table = load_table(folder, split)
     import datasets
 
     for name, feature in table.features.items():
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))
-    for row in table:
-        yield dict(row)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):  # a list of images
+            table = table.cast_column(name, type(feature)(datasets.Image(decode=False)))
+    return table
 
 
 def save_rows(rows: list[dict[str, Any]], path: Path) -> None:

@@ -192,6 +192,16 @@ def resize_area(pixels: Tensor, height: int, width: int) -> Tensor:
     return flat.view(*pixels.shape[:3], height, width).clamp(0, 1)
 
 
+def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resize images [N, 3, H, W] so that they cover a size, and crop the center: [N, 3, height, width]."""
+    scale = max(height / pixels.shape[2], width / pixels.shape[3])
+    size = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
+    if size != tuple(pixels.shape[2:]):
+        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return pixels[..., top : top + height, left : left + width]
+
+
 def decode_image(data: bytes, name: str, limit: int) -> Tensor:
     """The frames of an encoded image, animated PNG or GIF, with at most `limit` values: [F, 3, H, W] in [0, 1]."""
     with open_image(BytesIO(data), name) as image:

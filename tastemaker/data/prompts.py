@@ -1,4 +1,4 @@
-"""Prompts: inline, from files, of classes, of named sets, and about images to edit."""
+"""Prompts: inline, from files, of classes and of named sets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from ..core.registry import ConfigError, suggest_name
 from ..core.types import Metadata, PromptBatch
 from .class_labels import make_class_labels
 from .dataset import ShuffledDataset
+from .edits import EditFile as EditFile
 from .embedding_store import list_embedded_prompts
 from .hf_datasets import load_prompts
 from .prompt_sets import load_prompt_templates, set_prompts, vader_set_names
-from .text_files import Row, get_text, read_csv_rows, read_json_rows, read_lines, require_file, row_metadata
+from .text_files import Row, get_text, read_csv_rows, read_json_rows, read_lines, row_metadata
 
-EDIT_EXAMPLES = Path(__file__).parent.parent / "recipes" / "base" / "data" / "edits" / "edits.jsonl"
-EDIT_FILES = ("image", "target")  # columns of an edit that name files, relative to the file with the prompts
 HELD_OUT_STRIDE = 5  # every fifth prompt of a named set is held out
 
 
@@ -166,36 +165,3 @@ class PromptSet:
             if self.split == "all" or (i % HELD_OUT_STRIDE == 0) == (self.split == "held_out")
         ]
         return PromptDataset(tuple(text for text, _ in prompts), tuple(metadata for _, metadata in prompts), seed)
-
-
-@dataclass(frozen=True)
-class EditFile:
-    """Edit instructions and the images they are about, in the columns `prompt` and `image` of a .jsonl or .csv.
-
-    Other columns are metadata.
-    """
-
-    path: Path | None = None  # by default a few small images, to try a recipe
-    batch_type: ClassVar[type] = PromptBatch
-
-    def __post_init__(self) -> None:
-        if self.path is not None and self.path.suffix not in (".jsonl", ".csv"):
-            raise ValueError(
-                f"'path': expected a file name that ends in .jsonl or .csv, got {str(self.path)!r:.60}; convert or "
-                "rename the file [TM222]"
-            )
-
-    def load(self, seed: int) -> PromptDataset:
-        path = self.path or EDIT_EXAMPLES
-        rows = read_rows(path)
-        prompts = [get_text(path, number, row, "prompt") for number, row in rows]
-        return PromptDataset(tuple(prompts), tuple(edit_metadata(path, number, row) for number, row in rows), seed)
-
-
-def edit_metadata(path: Path, number: int, row: Row) -> Metadata:
-    """All columns but the prompt, with absolute paths of the files they name."""
-    location = f"{path}, line {number}"
-    if not isinstance(row.get("image"), str):
-        raise ConfigError(f"{location}: 'image' is missing; add the path of the image to edit [TM223]")
-    files = {key: str(require_file(path.parent / str(row[key]), location)) for key in EDIT_FILES if key in row}
-    return {**row_metadata(row), **files}

@@ -59,6 +59,7 @@ from .evaluate import (
 )
 from .geneval import find_images, geneval, load_geneval_scorer, write_results
 from .playeval import HELD_OUT_DETECTOR, load_playeval_motion_scorer, load_playeval_scorer, load_wordeval_scorer
+from .playeval_edit import load_playeval_edit_scorer, playeval_edit
 from .question_scorers import (
     CompBenchScorer,
     DpgScorer,
@@ -72,11 +73,13 @@ from .video_quality import DINO, load_video_quality_scorer
 
 BENCHMARKS: dict[str, Callable[[int, int], Benchmark]] = {
     "playeval": playeval,
+    "playeval-edit": playeval_edit,
     "playeval-motion": playeval_motion,
     "wordeval": wordeval,
 }
 SCORERS: dict[str, Callable[[str, torch.device], BenchmarkScorer]] = {
     "playeval": load_playeval_scorer,
+    "playeval-edit": load_playeval_edit_scorer,
     "playeval-motion": load_playeval_motion_scorer,
     "wordeval": load_wordeval_scorer,
 }

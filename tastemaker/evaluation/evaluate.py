@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..core.objective import Comm, SingleProcess
-from ..core.output_paths import write_text_atomically
+from ..core.output_paths import SOURCE_FILE, write_text_atomically
 from ..core.registry import ConfigError
 from ..core.safe_files import parse_json, read_json, read_json_object, read_text
 from ..core.types import Metadata, PromptBatch, Prompts
 from ..data.image_io import read_image, save_image
+from ..rewards.reference_images import reference_images
 from ..search.base import SearchCost
 from .benchmarks import Benchmark
 from .metrics import IntervalDict, diversity, frechet_distance, summarize_scores
@@ -220,10 +221,16 @@ class SampleWriter:
     def _write(self, batch: Sequence[int], pixels: Tensor, cost: SearchCost) -> None:
         paths = [self.out / _image_name(self.benchmark, k) for k in batch]
         list(self._encoders.map(save_image, pixels, paths))
-        if self.benchmark.metadata_path:
-            for prompt in dict.fromkeys(map(self.benchmark.prompt_index, batch)):
-                path = self.out / self.benchmark.metadata_path.format(prompt=prompt)
-                write_text_atomically(path, json.dumps(self.benchmark.metadata[prompt]) + "\n")
+        for prompt, path in {
+            self.benchmark.prompt_index(k): path for k, path in zip(batch, paths, strict=True)
+        }.items():
+            metadata = self.benchmark.metadata[prompt]
+            if metadata.get("image") is not None:
+                source = reference_images("image", [self.benchmark.prompts[prompt]], [metadata])[0][0]
+                save_image(source[None], path.with_name(SOURCE_FILE))
+            if self.benchmark.metadata_path:
+                file = self.out / self.benchmark.metadata_path.format(prompt=prompt)
+                write_text_atomically(file, json.dumps(metadata) + "\n")
         # Written after the images, so that its existence proves that they are complete.
         write_text_atomically(_batch_file(self.costs, batch), json.dumps(asdict(cost)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -12,16 +14,19 @@ from torch import Tensor
 
 from ..core.model_spec import ModelSpec
 from ..core.policy import Process
-from ..core.types import Condition, Placement
-from ..playground.captions import VOCABULARY
+from ..core.types import Condition, Metadata, Placement, Prompts
+from ..playground.captions import EDIT_VOCABULARY, VOCABULARY
 from ..processes.gaussian import GaussianProcess
 from . import weight_files
+from .image_backbone import read_condition_image
 from .nets.dit import DiT
 from .playground_backbone import PlaygroundBackbone, load_network
 from .pretrained import load_weights_into
 from .pretrained_autoencoder import load_vae
 
 Count = Annotated[int, Field(ge=1, le=64)]
+NEW_KEYS = ("frame_place", "enter_source.weight", "keep.weight", "keep.bias")  # that video models and editors add
+MAX_CACHED_SOURCES = 2**15  # 64 MB of the playground's latents in 16 bits
 
 
 def patchify(x: Tensor, size: int) -> Tensor:
@@ -39,13 +44,36 @@ def unpatchify(patches: Tensor, size: int, shape: Sequence[int]) -> Tensor:
 
 
 def adapt_weights(tensors: Mapping[str, Tensor], net: DiT) -> dict[str, Tensor]:
-    """Adapt weights of an image model to a video model or to longer prompts; new positions keep their random values."""
+    """Adapt weights of an image model to videos, edits or longer prompts; new positions and words stay random."""
     state = net.state_dict()
-    added = {key: state[key] for key in ("frame_place",) if key in state and key not in tensors}
+    added = {key: state[key] for key in NEW_KEYS if key in state and key not in tensors}
     new, trained = state["word_place"], tensors.get("word_place")  # [1, L, D]
     if trained is not None and trained.shape[-1] == new.shape[-1]:
         added["word_place"] = torch.cat([trained, new[:, trained.shape[1] :]], 1)[:, : new.shape[1]]
+    new, trained = state["word.weight"], tensors.get("word.weight")  # [V, D]
+    if trained is not None and trained.shape[-1] == new.shape[-1] and len(trained) < len(new):
+        added["word.weight"] = torch.cat([trained, new[len(trained) :]])
     return {**tensors, **added}
+
+
+class SourceCache:
+    """Latents of source images by their pixels, because an editor meets the same sources again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.latents = device, OrderedDict[bytes, Tensor]()
+
+    @torch.no_grad()
+    def get_or_encode(self, images: Sequence[Tensor], encode: Callable[[Tensor], Tensor]) -> Tensor:
+        """Latents [B, F, C, h, w] of images [1, 3, H, W]; only those that are not cached are encoded."""
+        keys = [blake2b(image.contiguous().numpy().tobytes(), digest_size=16).digest() for image in images]
+        new = {key: image for key, image in zip(keys, images, strict=True) if key not in self.latents}
+        if new:
+            encoded = encode(torch.stack([*new.values()]).to(self.device)).float()
+            self.latents.update(zip(new, encoded.half().unbind(), strict=True))
+        latents = torch.stack([self.latents[key].float() for key in keys])  # autocast cannot stack half precision
+        while len(self.latents) > MAX_CACHED_SOURCES:
+            self.latents.popitem(last=False)
+        return latents
 
 
 class DitBackbone(PlaygroundBackbone):
@@ -54,6 +82,7 @@ class DitBackbone(PlaygroundBackbone):
     def __init__(self, spec: DitSpec, placement: Placement) -> None:
         self.device, self.max_text_tokens, self.patch_size = placement.device, spec.max_text_tokens, spec.patch_size
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.image_size, spec.image_size)
+        self.edits, self.source_cache = spec.edits, SourceCache(placement.device)
         self.autoencoder = load_vae(spec.autoencoder, spec.latent_channels, spec.downsample_factor, placement)
         net = load_network(spec.build_network, spec.seed, spec.weights)
         if spec.init_weights and not spec.weights:
@@ -61,8 +90,33 @@ class DitBackbone(PlaygroundBackbone):
             load_weights_into(net, tensors, spec.init_weights)
         self.net = net.to(placement.device)
 
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        """Token ids and, for an editor, the latents of the source; a batch without sources is sampled from words."""
+        cond = super().embed(prompts, metadata)
+        if not self.edits or all(known.get("image") is None for known in metadata):
+            return cond
+        pixels = [self._read_source(*pair) for pair in zip(prompts, metadata, strict=True)]
+        return replace(cond, tensors={**cond.tensors, "source": self.source_cache.get_or_encode(pixels, self.encode)})
+
+    def _read_source(self, prompt: str, metadata: Metadata) -> Tensor:
+        """The image to edit: [1, 3, H, W]."""
+        image = metadata.get("image")
+        images = list(image) if isinstance(image, (list, tuple)) else [image]
+        pixels = read_condition_image(images[0], *self.pixels[2:]) if len(images) == 1 else None
+        if pixels is None:
+            found = (
+                "no image" if image is None else f"{len(images)} images" if len(images) != 1 else "no readable image"
+            )
+            raise ValueError(
+                f"the prompt '{prompt:.80}' has {found}, but this editor needs one source for each prompt; add a path "
+                "or pixels as `image` to its metadata, or give the sources with --image [TM2351]"
+            )
+        return pixels.cpu()
+
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        out: Tensor = self.net(patchify(x, self.patch_size), t, cond.tensors["token_ids"])
+        source = cond.tensors.get("source")
+        patches = None if source is None else patchify(source, self.patch_size)
+        out: Tensor = self.net(patchify(x, self.patch_size), t, cond.tensors["token_ids"], patches)
         return unpatchify(out, self.patch_size, self.shape)
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -82,6 +136,8 @@ class DitSpec(ModelSpec):
     autoencoder: str | None = "playground/vae"  # likewise; without one, latents are coarse pixels
     image_size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels per side
     frames: Count = 1
+    # The source image of a prompt is an input, prompts may have the words of instructions; for a rectified flow.
+    edits: bool = False
     latent_channels: Annotated[int, Field(ge=1, le=256)] = 16  # of the autoencoder
     downsample_factor: Literal[4, 8] = 8  # of the autoencoder
     patch_size: Count = 1  # latents per token and side
@@ -104,6 +160,11 @@ class DitSpec(ModelSpec):
                 f"'width': expected a multiple of 'heads' ({self.heads}), got {self.width}; change 'width' or 'heads' "
                 "[TM424]"
             )
+        if self.edits and self.frames > 1:
+            raise ValueError(
+                f"'edits': true is for images, but 'frames' is {self.frames}; set 'frames' to 1, or 'edits' to false "
+                "[TM2352]"
+            )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -113,7 +174,7 @@ class DitSpec(ModelSpec):
     def build_network(self) -> DiT:
         """Build the network with random weights."""
         return DiT(
-            vocabulary=len(VOCABULARY),
+            vocabulary=len(EDIT_VOCABULARY if self.edits else VOCABULARY),
             max_text_tokens=self.max_text_tokens,
             frames=self.frames,
             num_patches=(self.image_size // self.downsample_factor // self.patch_size) ** 2,
@@ -121,6 +182,7 @@ class DitSpec(ModelSpec):
             width=self.width,
             depth=self.depth,
             heads=self.heads,
+            has_source=self.edits,
         )
 
     def load(self, placement: Placement) -> DitBackbone:

@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Prompts, select_rows
 from ..data.image_io import read_image, to_uint8
+from ..data.image_io import resize_and_center_crop as resize_and_center_crop
 from .nets.gpt import is_sharded
 from .text_encoders import CachedTextEncoder, disable_autocast
 
@@ -208,13 +208,3 @@ def resize_with_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
 def condition_image_key(image: object) -> int | str:
     """Return a key by which the same image of several prompts is recognized, so that it is encoded once."""
     return str(image) if isinstance(image, (str, Path)) else id(image)
-
-
-def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize images [N, 3, H, W] so that they cover a size, and crop the center: [N, 3, height, width]."""
-    scale = max(height / pixels.shape[2], width / pixels.shape[3])
-    size = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
-    if size != tuple(pixels.shape[2:]):
-        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return pixels[..., top : top + height, left : left + width]

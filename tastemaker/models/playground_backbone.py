@@ -24,11 +24,12 @@ class PlaygroundBackbone(Backbone):
     forward_passes = 1
     device: torch.device
     max_text_tokens: int
+    edits: bool = False  # whether prompts may have the words of edit instructions
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         """Return token_ids [B, max_text_tokens]; a prompt with other words is an error."""
         try:
-            token_ids = tokenize(prompts, self.max_text_tokens).to(self.device)
+            token_ids = tokenize(prompts, self.max_text_tokens, edits=self.edits).to(self.device)
         except ValueError as error:
             raise ConfigError(f"prompt: {error} [TM504]") from error
         return Condition(tuple(prompts), {"token_ids": token_ids}, tuple(metadata))

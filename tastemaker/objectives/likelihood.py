@@ -107,7 +107,9 @@ class Likelihood(Objective[Process, LikelihoodBatch, EncodedBatch, None]):
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: LikelihoodBatch) -> EncodedBatch:
         dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
-        return EncodedBatch(ctx.policy.embed(drop_prompts(batch.prompts, dropped)), self._encode(ctx, batch), ctx.rng)
+        metadata = batch.metadata if isinstance(batch, ImageBatch) else ()
+        cond = ctx.policy.embed(drop_prompts(batch.prompts, dropped), metadata)
+        return EncodedBatch(cond, self._encode(ctx, batch), ctx.rng)
 
     def _encode(self, ctx: Context[Process], batch: LikelihoodBatch) -> Tensor:
         if isinstance(batch, ImageBatch) and isinstance(ctx.state, LatentCache) and batch.image_ids is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from string import ascii_uppercase
@@ -35,6 +35,8 @@ VOCABULARY: tuple[str, ...] = (
     *("<pad>", "<null>", OPENING, SIGN, "a", "and", *NUMBERS, *RELATIONS),
     *(*TINTS, *CLASSES, *MOTIONS, *ascii_uppercase),
 )
+EDIT_WORDS = ("make", "add", "remove", "replace", "with", "the", "second")  # of instructions, after the other tokens
+EDIT_VOCABULARY = (*VOCABULARY, *EDIT_WORDS)
 
 
 class CaptionRow(NamedTuple):
@@ -131,21 +133,29 @@ def _tint(name: str | None) -> int:
 
 IDS = {phrase: place for place, phrase in enumerate(VOCABULARY) if len(phrase) > 1 or phrase == "a"}
 IDS |= {"an": IDS["a"]} | {plural: IDS[name] for plural, name in zip(PLURALS, CLASSES, strict=True)}
-PHRASE = re.compile(rf"\s*(?:\"(?P<spelled>[a-z]+)\"|(?P<known>{_any(list(IDS)[2:])})(?!\w)|(?P<other>\S+))")
+EDIT_IDS = IDS | {word: len(VOCABULARY) + place for place, word in enumerate(EDIT_WORDS)}
+
+
+def _phrase(ids: Mapping[str, int]) -> re.Pattern[str]:
+    return re.compile(rf"\s*(?:\"(?P<spelled>[a-z]+)\"|(?P<known>{_any(list(ids)[2:])})(?!\w)|(?P<other>\S+))")
+
+
+PHRASE, EDIT_PHRASE = _phrase(IDS), _phrase(EDIT_IDS)
 
 
 @lru_cache(maxsize=2**18)
-def _ids(text: str) -> tuple[int, ...]:
+def _ids(text: str, edits: bool) -> tuple[int, ...]:
     """The token ids of a text; a word in quotes is spelled letter by letter."""
     ids: list[int] = []
-    for match in PHRASE.finditer(text.strip().lower()):
+    known = EDIT_IDS if edits else IDS
+    for match in (EDIT_PHRASE if edits else PHRASE).finditer(text.strip().lower()):
         if match["other"]:
             unknown = match["other"]
             raise ValueError(
                 f"'{text:.80}': the playground does not have the word "
-                f"'{unknown:.40}'{suggest_name(unknown, list(IDS)[2:])} [TM753]"
+                f"'{unknown:.40}'{suggest_name(unknown, list(known)[2:])} [TM753]"
             )
-        ids += [IDS[match["known"]]] if match["known"] else _spell(match["spelled"])
+        ids += [known[match["known"]]] if match["known"] else _spell(match["spelled"])
     return tuple(ids) or (IDS["<null>"],)
 
 
@@ -153,9 +163,9 @@ def _spell(word: str) -> list[int]:
     return [len(VOCABULARY) - 26 + ascii_uppercase.index(letter) for letter in word.upper()]
 
 
-def tokenize(texts: Sequence[str], length: int = 16) -> Tensor:
-    """Token ids, padded with 0; an empty text is one <null>: [N, length] int64."""
-    rows = [_ids(text) for text in texts]
+def tokenize(texts: Sequence[str], length: int = 16, *, edits: bool = False) -> Tensor:
+    """Token ids, padded with 0; an empty text is one <null>: [N, length] int64. `edits` allows EDIT_WORDS."""
+    rows = [_ids(text, edits) for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if len(row) > length:
             raise ValueError(

@@ -17,6 +17,8 @@ class PlaygroundPurpose:
     JITTER = "jitter"
     POSITION = "place"
     BACKGROUND = "background"
+    # Edits
+    EDIT = "edit"
     # Motion
     MOTION = "motion"
     CORRUPT_MOTION = "spoiled motion"

@@ -14,6 +14,7 @@ LOWER: Direction = "lower is better"
 
 BENCHMARK_NAMES = {
     "playeval": "PlayEval",
+    "playeval-edit": "PlayEval-Edit",
     "playeval-motion": "PlayEval-Motion",
     "wordeval": "WordEval",
     "geneval": "GenEval",
@@ -61,6 +62,9 @@ METRIC_NAMES = {
     "guard/entropy": MetricName("entropy", "of the brightness, in bits; low for blank images"),
     "guard/edges": MetricName("edges", "share of pixels where the brightness jumps"),
     "guard/saturation": MetricName("saturation"),
+    "guard/source_distance": MetricName(
+        "distance to the source", "of edits, mean difference to the source image; 0 if they are copies"
+    ),
     "guard/motion": MetricName("motion", "of videos, in percent of the frame size per frame; 0 if frozen"),
     "guard/frames": MetricName("frame difference", "how much the frames of a video differ"),
     "guard/flicker": MetricName("flicker", "of videos; 0 if steady", LOWER),
@@ -71,6 +75,8 @@ SCORE_NAMES = {
     "lenient": MetricName("lenient score", "share of images that show the prompt, possibly with more", HIGHER),
     "correct": MetricName("correct images", "share of images that GenEval's rules accept", HIGHER),
     "graded": MetricName("partial credit", "how much of the prompt an image shows, from 0 to 1", HIGHER),
+    "followed": MetricName("instruction followed", "share of edits that show what was asked for", HIGHER),
+    "preserved": MetricName("rest unchanged", "share of edits in which everything else is as in the source", HIGHER),
     "content": MetricName("content", "share of videos whose objects are as requested", HIGHER),
     "motion": MetricName("motion", "share of videos whose motion is as requested", HIGHER),
     "frechet": MetricName("Fréchet distance", "between generated and real images", LOWER),

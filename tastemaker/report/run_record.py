@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigError
+from ..core.output_paths import SOURCE_FILE
 from ..core.safe_files import MAX_YAML_BYTES, parse_yaml_mapping, read_json_object, read_json_rows, read_text
 
 if TYPE_CHECKING:
     from ..training.drift_statistics import GuardMeasurement
 
 Row = Mapping[str, Any]
+Box = tuple[int, int, int, int]  # left, top, right, bottom
 Curve = list[tuple[int, float]]  # steps and values
 EVALUATION_FOLDERS = ("eval", "evaluations")
 VERDICTS = ("strict", "correct")  # scores of a sample that are 1 if it is right and 0 if it is wrong
@@ -30,7 +32,8 @@ class SampleGrid:
     scores: Mapping[str, float]  # mean scores by reward
     frames: int
     sample_size: tuple[int, int]  # width and height of a sample
-    boxes: tuple[tuple[int, int, int, int], ...]  # left, top, right, bottom
+    boxes: tuple[Box, ...]
+    source_boxes: tuple[tuple[Box, ...], ...] = ()  # of the images that each prompt is about; empty if there are none
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class EvaluatedSample:
     path: Path
     is_right: bool | None  # None if the benchmark has no verdict
     reasons: str  # why it is wrong
+    source: Path | None = None  # the image that the prompt is about
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,10 @@ def read_evaluated_samples(record: RunRecord, evaluation: str) -> dict[tuple[int
                 if "read" in row:
                     reasons = f"read as '{row['read']}'"
                 is_right = None if verdict is None else bool(verdict)
-                sample = EvaluatedSample(str(row["prompt"]), folder / row["file"], is_right, reasons)
+                path = folder / row["file"]
+                source = path.with_name(SOURCE_FILE)
+                shown = source if os.path.isfile(source) else None
+                sample = EvaluatedSample(str(row["prompt"]), path, is_right, reasons, shown)
                 samples[int(row["index"]), int(row["seed"])] = sample
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 continue
@@ -188,8 +195,12 @@ def read_sample_grid(path: Path) -> SampleGrid | None:
         image = path.with_name(data["file"])
         prompts, boxes = tuple(map(str, data["prompts"])), tuple((a, b, c, d) for a, b, c, d in data["boxes"])
         scores = {str(name): float(score) for name, score in data["scores"].items() if _is_number(score)}
+        sources = tuple(tuple((a, b, c, d) for a, b, c, d in each) for each in data.get("source_boxes", ()))
         width, height = data["size"]
-        grid = SampleGrid(int(data["step"]), image, prompts, scores, int(data["frames"]), (width, height), boxes)
+        grid = SampleGrid(
+            int(data["step"]), image, prompts, scores, int(data["frames"]), (width, height), boxes,
+            sources if len(sources) == len(boxes) else (),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     return grid if os.path.isfile(image) else None  # pathlib raises an error if the name is too long

@@ -21,7 +21,7 @@ from ..core.text_layout import truncate_text
 from ..data.image_io import ImageError, read_image, to_uint8
 from .headline import find_evaluation_pair
 from .metric_names import name_benchmark
-from .run_record import EvaluatedSample, RunRecord, SampleGrid, read_evaluated_samples
+from .run_record import Box, EvaluatedSample, RunRecord, SampleGrid, read_evaluated_samples
 
 NUM_PAIRS = 12  # prompts shown before and after training
 MAX_LABEL_CHARACTERS, MAX_ALTERNATIVE_CHARACTERS = 2000, 200  # of a prompt on the page, and beside each image
@@ -64,6 +64,7 @@ class SamplePair:
     prompt: str
     before: Sample
     after: Sample
+    source: Sample | None = None  # what the prompt is about; several images are a strip
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,25 @@ def read_grid(grid: SampleGrid, count: int) -> list[Sample]:
         make_sample(frames[:, :, top:bottom, left:right], grid.sample_size)
         for left, top, right, bottom in grid.boxes[:count]
     ]
+
+
+def read_grid_sources(grid: SampleGrid, count: int) -> list[Sample | None]:
+    """Cut the sources of the first `count` samples out of a grid; None for each if there are none or on errors."""
+    none: list[Sample | None] = [None] * min(count, len(grid.boxes))
+    if not grid.source_boxes:
+        return none
+    try:
+        frame = read_image(grid.path)[:1]
+    except ImageError:
+        return none
+    return [_read_source(frame, boxes, grid.sample_size) for boxes in grid.source_boxes[:count]]
+
+
+def _read_source(frame: Tensor, boxes: Sequence[Box], size: tuple[int, int]) -> Sample | None:
+    """A strip of the images in some boxes that are not blank, which is how fewer sources than boxes are drawn."""
+    cells = [frame[:, :, top:bottom, left:right] for left, top, right, bottom in boxes]
+    shown = [cell for i, cell in enumerate(cells) if i == 0 or cell.amin() < 1]
+    return make_sample(torch.cat(shown), size) if shown else None
 
 
 def make_sample(frames: Tensor, size: tuple[int, int] | None = None, verdict: EvaluatedSample | None = None) -> Sample:
@@ -124,9 +144,11 @@ def _pairs_of_evaluations(record: RunRecord, count: int) -> BeforeAndAfter | Non
             first, last = (
                 make_sample(read_image(row.path), verdict=row) for row in (before[index, seed], after[index, seed])
             )
+            path = after[index, seed].source
+            shown = make_sample(read_image(path)) if path else None
         except ImageError:
             continue
-        pairs[index] = SamplePair(before[index, seed].prompt, first, last)
+        pairs[index] = SamplePair(before[index, seed].prompt, first, last, shown)
     if not pairs:
         return None
     benchmark = name_benchmark(str(record.evaluations[names.after].get("benchmark", "the evaluation")))
@@ -138,7 +160,8 @@ def _pairs_of_grids(record: RunRecord, count: int) -> BeforeAndAfter | None:
     if len(record.sample_grids) < 2:
         return None
     first, last = record.sample_grids[0], record.sample_grids[-1]
-    rows = zip(last.prompts, read_grid(first, count), read_grid(last, count), strict=False)
+    columns = read_grid(first, count), read_grid(last, count), read_grid_sources(last, count)
+    rows = zip(last.prompts, *columns, strict=False)
     return BeforeAndAfter(
         tuple(SamplePair(*row) for row in rows), first.step, last.step,
         "Samples of the same prompts from the same noise, at the first and the last step.",
@@ -196,9 +219,10 @@ def render_before_and_after(record: RunRecord, count: int = NUM_PAIRS) -> str:
 
 
 def _pair_card(pair: SamplePair, samples: BeforeAndAfter) -> str:
-    figures = _figure(pair.before, "before", samples.first_step, pair.prompt)
+    figures = _source_figure(pair.source, pair.prompt) if pair.source is not None else ""
+    figures += _figure(pair.before, "before", samples.first_step, pair.prompt)
     figures += _figure(pair.after, "after", samples.last_step, pair.prompt)
-    kind = "clips" if pair.after.num_frames > 1 else "compare"
+    kind = "clips" if pair.after.num_frames > 1 else "compare" if pair.source is None else "edits"
     return f'<div class="card pair"><p>{render_prompt(pair.prompt)}</p><div class="two {kind}">{figures}</div></div>'
 
 
@@ -221,6 +245,8 @@ def render_filmstrip(record: RunRecord) -> str:
     columns = [embed_samples(grid, FILMSTRIP_PROMPTS, THUMBNAIL) for grid in grids]
     readable = [(grid, column) for grid, column in zip(grids, columns, strict=True) if column]
     head = "".join(f'<th scope="col">step {grid.step}</th>' for grid, _ in readable)
+    sources = read_grid_sources(record.sample_grids[-1], FILMSTRIP_PROMPTS)
+    head = ('<th scope="col">source</th>' if any(sources) else "") + head
     rows = []
     for i, prompt in enumerate(record.sample_grids[-1].prompts[:FILMSTRIP_PROMPTS]):
         alt = alternative_text(prompt)
@@ -228,6 +254,10 @@ def render_filmstrip(record: RunRecord) -> str:
             f"<td>{render_image(column[i], f'{alt}, step {grid.step}') if i < len(column) else ''}</td>"
             for grid, column in readable
         )
+        source = sources[i] if i < len(sources) else None
+        if source is not None:
+            shown = encode_image(source.image, THUMBNAIL * source.num_frames)
+            cells = f"<td>{render_image(shown, f'{alt}, source')}</td>{cells}"
         rows.append(f'<tr><th scope="row">{render_prompt(prompt)}</th>{cells}</tr>')
     video_class = " clips" if record.sample_grids[0].frames > 1 else ""
     label = escape(f"Samples of {record.name} during training", quote=True)
@@ -255,6 +285,12 @@ def _figure(sample: Sample, when: str, step: int, prompt: str) -> str:
         f' <span class="mark {mark}" title="{escape(sample.reasons, quote=True)}">{sign} {mark}</span>' if mark else ""
     )
     return f'<figure class="{mark or "unmarked"}">{image}<figcaption>{when}, step {step}{badge}</figcaption></figure>'
+
+
+def _source_figure(source: Sample, prompt: str) -> str:
+    alt = f"source: {alternative_text(prompt) or 'the empty prompt'}"
+    image = render_image(encode_image(source.image, MAX_SIDE * source.num_frames), alt, "source")
+    return f'<figure class="unmarked">{image}<figcaption>source</figcaption></figure>'
 
 
 def render_image(image: EmbeddedImage, alt: str, css_class: str = "") -> str:

@@ -31,7 +31,7 @@ def write_share_image(path: Path, headline: str, subtitle: str, pairs: Sequence[
 
 
 def draw_share_image(headline: str, subtitle: str, pairs: Sequence[SamplePair]) -> Image.Image:
-    """Draw the headline, a line below it, and a row of samples before and a row after training."""
+    """Draw the headline, a line below it, and rows of sources (of edits), of samples before and after training."""
     image = Image.new("RGB", (WIDTH, HEIGHT), PAPER)
     draw = ImageDraw.Draw(image)
     draw.rectangle((0, 0, WIDTH, 10), ACCENT)
@@ -44,17 +44,18 @@ def draw_share_image(headline: str, subtitle: str, pairs: Sequence[SamplePair]) 
 
 
 def _draw_pairs(image: Image.Image, draw: ImageDraw.ImageDraw, pairs: Sequence[SamplePair]) -> None:
-    row_height = (HEIGHT - TOP - 34 - GAP) // 2
+    rows = ("source", "before", "after") if all(pair.source for pair in pairs) else ("before", "after")
+    row_height = (HEIGHT - TOP - 34 - GAP * (len(rows) - 1)) // len(rows)
     ratio = max(_frame(pair.after).width / _frame(pair.after).height for pair in pairs)
     available = WIDTH - 2 * MARGIN - LABELS
     columns = max(1, min(len(pairs), MAX_COLUMNS, int((available + GAP) // (row_height * min(ratio, 2.0) + GAP))))
     cell = min(int(row_height * ratio), (available - GAP * (columns - 1)) // columns), row_height
-    for row, when in enumerate(("before", "after")):
+    for row, when in enumerate(rows):
         y = TOP + row * (row_height + GAP)
         font = ImageFont.load_default(28)
-        draw.text((MARGIN, y + row_height // 2), when, QUIET if row == 0 else INK, font, anchor="lm")
+        draw.text((MARGIN, y + row_height // 2), when, INK if when == "after" else QUIET, font, anchor="lm")
         for column, pair in enumerate(pairs[:columns]):
-            sample = pair.before if row == 0 else pair.after
+            sample = {"source": pair.source or pair.before, "before": pair.before, "after": pair.after}[when]
             picture = _resize(_frame(sample), cell)
             x = MARGIN + LABELS + column * (cell[0] + GAP)
             image.paste(picture, (x, y))

@@ -44,10 +44,11 @@ HEADS = "rm_heads."
 class EditRewardReward(PretrainedReward):
     """The mean of EditReward's two ratings of an edit: how well it follows the instruction, and how good it looks.
 
-    The prompt is the instruction, and the metadata hold the source image. Scores have no bound.
+    The prompt is the instruction, and the metadata hold the source image; of several, the first, which is the one that
+    is edited, because the model was trained with one. Scores have no bound.
     """
 
-    source: str = "image"  # key of the metadata that holds the source image, a path or pixels
+    source: str = "image"  # key of the metadata that holds the source image or a list of them, paths or pixels
     weights: str = WEIGHTS.hub  # or a folder with the published file, or a file; that of MiMo-VL needs its own `base`
     base: str = BASE  # folder or hub id with the config.json and the tokenizer of the base model
     round_to_bytes: bool = False  # of pixels, as in the published code; the gradient passes straight through

@@ -22,6 +22,7 @@ from ..core.registry import ConfigError
 from ..core.reward import RewardError, RewardSpec, Rubric
 from ..core.safe_files import parse_yaml
 from ..core.types import Metadata, Placement
+from ..data.edits import resolve_sources
 from ..data.image_io import FRAMES_SUFFIX, IMAGE_FORMATS, VIDEO_SUFFIXES, ImageError, read_image
 from ..data.text_files import get_text, read_csv_rows, read_json_rows
 
@@ -174,7 +175,11 @@ def read_metadata(path: Path, folder: Path) -> list[ImageRecord]:
         return get_text(path, number, row, next((name for name in names if name in row), names[0]))
 
     return [
-        ImageRecord(folder / column(number, row, FILE_COLUMNS), column(number, row, PROMPT_COLUMNS), row)
+        ImageRecord(
+            folder / column(number, row, FILE_COLUMNS),
+            column(number, row, PROMPT_COLUMNS),
+            resolve_sources(row, path.parent) if any(name in row for name in FILE_COLUMNS[:2]) else row,
+        )
         for number, row in rows
     ]
 

@@ -384,8 +384,8 @@ def source_images(prompt: str, metadata: Metadata) -> list[Frame]:
     """The image that was edited, or several, from the column `image` of the data: paths or pixels."""
     if metadata.get("image") is None:
         raise RewardError(
-            "this template shows the judge the image that was edited, but the sample has no 'image'; use data of type "
-            "edit_file, or another template [TM2032]"
+            f"this template shows the judge the image that was edited, but '{prompt:.80}' has no 'image'; use data of "
+            "type edit_file, or another template [TM2032]"
         )
     return [to_uint8(image[None])[0] for image in reference_images("image", [prompt], [metadata])[0]]
 

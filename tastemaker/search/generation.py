@@ -32,8 +32,10 @@ from ..core.safe_files import MAX_ROWS_BYTES, check_text, read_bytes, read_json_
 from ..core.text_layout import slugify
 from ..core.types import PromptBatch
 from ..core.weights import FullFinetuning
+from ..data.edits import EditFile, digest_sources, has_sources
 from ..data.image_io import check_video_format, make_contact_sheet, read_image, save_image, video_suffix
 from ..data.prompts import open_prompt_file
+from ..data.text_files import require_file
 from ..export.lora import (
     ADAPTER_FILE,
     DIFFUSERS_LORA_FILE,
@@ -46,9 +48,10 @@ from ..export.lora import (
 from ..models.pretrained import PIPELINE_INDEX
 from ..models.weight_files import PLAYGROUND
 from ..training.checkpoint import latest_checkpoint
+from ..training.events import SamplesGenerated
 from ..training.run import Run
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE, find_named_weights, find_run_checkpoint
-from ..training.samples import sampling_policy
+from ..training.samples import read_sources, sampling_policy
 from .base import RubricVerifier, Search, SearchCost, observe_steps
 from .diffusers_scheduler import DiffusersSchedulerSearch
 from .flops import FlopCosts, format_cost, measure_flop_costs
@@ -58,6 +61,7 @@ DEFAULT_BATCH_SIZE = 64  # prompts per search, unless the recipe sets rollout_ba
 MAX_SHEET_SAMPLES = 64
 VAE = "vae"  # diffusers' folder of an autoencoder
 METADATA_FILE = "metadata.jsonl"
+SOURCE_KEYS = ("target", "mask", "edit")  # metadata that says something about the sources of a prompt
 PROCESS_FOLDER = "process"  # of the previews of all steps
 DEMO_MODEL = "playground-flow16"
 # What a setting of `sample` replaces, by its name there.
@@ -70,7 +74,7 @@ TRAINING_SETTINGS = {
 # Recipes that pretrain a playground model, and the weights they led to, which are in the package.
 PLAYGROUND_MODELS = {
     f"{PLAYGROUND}-{name}": f"{PLAYGROUND}/{name}"
-    for name in ("causal", "epsilon", "flow", "flow16", "masked", "video", "words")
+    for name in ("causal", "edit", "epsilon", "flow", "flow16", "masked", "video", "words")
 }
 
 
@@ -93,6 +97,15 @@ class GenerationOptions:
     def __len__(self) -> int:
         return len(self.prompts) * self.samples_per_prompt
 
+    def sources(self, index: int) -> dict[str, Any]:
+        """The source images of a sample as metadata to write, if they are files."""
+        image = self.prompts.metadata[index // self.samples_per_prompt].get("image")
+        images = list(image) if isinstance(image, (list, tuple)) else [image]
+        paths = [str(Path(each).resolve()) for each in images if isinstance(each, (str, Path))]
+        if not paths or len(paths) < len(images):
+            return {}
+        return {"image": paths if len(paths) > 1 else paths[0]}
+
     def prompt(self, index: int) -> str:
         """The prompt of a sample."""
         return self.prompts.prompts[index // self.samples_per_prompt]
@@ -102,6 +115,7 @@ class GenerationOptions:
         model = (config.model, config.process, config.guidance, config.tuning, config.rewards, checkpoint)
         others: tuple[object, ...] = (self.judge,) if self.judge != "run" else ()
         others += (self.video_format, self.fps) if self.video_format or self.fps != 8 else ()
+        others += (sources,) if (sources := digest_sources(self.prompts)) else ()
         others += (inference,) if (inference := config.sample.inference_settings()) else ()
         settings = repr((model, self.seed, self.search, self.weights, self.lora_scale, *others))
         return hashlib.sha256(settings.encode()).hexdigest()[:12]
@@ -299,14 +313,32 @@ def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
     return replace(pipeline, tuning=FullFinetuning())
 
 
-def choose_prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> PromptBatch:
-    """The prompts given, those of a file, or the first eight of the recipe's data; one if all of those are empty."""
+def choose_prompts(
+    texts: Sequence[str], file: Path | None, config: RunConfig, images: Sequence[Path] = ()
+) -> PromptBatch:
+    """The prompts given, those of a file, or the first eight of the recipe's data; one if all of those are empty.
+
+    `images` are the sources of every prompt. A file may name the sources of each prompt itself.
+    """
+    batch = _choose_prompts(texts, file, config)
+    if not images:
+        return batch
+    for image in images:
+        require_file(image, "--image")
+    paths = [str(image.resolve()) for image in images]
+    source = paths[0] if len(paths) == 1 else paths
+    # The recipe's own target and mask belong to its own sources.
+    kept = [{key: value for key, value in entry.items() if key not in SOURCE_KEYS} for entry in batch.metadata]
+    return PromptBatch(batch.prompts, tuple({**entry, "image": source} for entry in kept))
+
+
+def _choose_prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> PromptBatch:
     if texts:
         for text in texts:
             check_text(text, "--prompt")
         return PromptBatch(tuple(texts), tuple({} for _ in texts))
     if file:
-        data = open_prompt_file(file).load(config.seed)
+        data = EditFile(file).load(config.seed) if has_sources(file) else open_prompt_file(file).load(config.seed)
         return data.first_prompts(len(data))
     try:
         batch = config.data.load(config.seed).first_prompts(8)
@@ -352,14 +384,23 @@ def generate_samples(
     if comm.rank == 0:
         files = directory.merge_records(len(options))
         samples = torch.stack([read_image(options.out / file) for file in files[:MAX_SHEET_SAMPLES]])
-        captions = [options.prompt(i) for i in range(len(samples))]
-        save_image(make_contact_sheet(samples, captions)[None], options.out / "sheet.png")
+        save_image(make_sheet(samples, options)[None], options.out / "sheet.png")
         count, word = len(options) - len(missing), "image" if samples.shape[1] == 1 else "video"
         before = f" ({count} existed before)" if count else ""
         console.print(f"{pluralize(len(options), word)} in {options.out}{before}, for {format_cost(total)}")
     comm.barrier()
     run.engine.close()
     return options.out
+
+
+def make_sheet(samples: Tensor, options: GenerationOptions) -> Tensor:
+    """The contact sheet [3, H, W] of the first samples [B, F, 3, H, W], with sources to the left of their samples."""
+    count = options.samples_per_prompt
+    captions = [options.prompt(i) for i in range(len(samples))]
+    metadata = [options.prompts.metadata[i // count] for i in range(len(samples))]
+    sources = read_sources(captions, metadata, *samples.shape[-2:])
+    event = SamplesGenerated(0, tuple(captions), samples, {}, sources)
+    return make_contact_sheet(event.pixels_with_sources(), captions)
 
 
 def split_over_ranks(indices: Sequence[int], batch_size: int | None, comm: Comm) -> list[tuple[list[int], bool]]:
@@ -452,7 +493,7 @@ def run_search(
         pixels = policy.decode(result.x).float().clamp(0, 1).cpu()
     scores = [None if score != score else score for score in result.score.tolist()]  # JSON has no NaN
     records = [
-        {"index": i, "prompt": prompt, "seed": options.seed, "score": score}
+        {"index": i, "prompt": prompt, "seed": options.seed, "score": score, **options.sources(i)}
         for i, prompt, score in zip(indices, batch.prompts, scores, strict=True)
     ]
     return pixels, records, result.cost

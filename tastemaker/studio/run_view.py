@@ -48,6 +48,11 @@ class SampleCell:
         return f"{self.thumbnail}&part=full"
 
     @property
+    def source(self) -> str:
+        """Address of the images that the prompt is about; empty if there are none."""
+        return f"{self.thumbnail}&part=source" if self.file.grid.source_boxes else ""
+
+    @property
     def video(self) -> str:
         """Address of the video of the whole grid; empty if the sample is an image that browsers animate themselves."""
         if not self.file.is_video_file:

@@ -145,6 +145,20 @@ class SampleCutter:
             self.cache.put(key, image)
         return image
 
+    def source(self, file: GridFile, index: int) -> EncodedImage:
+        """Return the images that a sample's prompt is about, side by side, as a small image."""
+        check_index(file, index)
+        if not file.grid.source_boxes:
+            raise HTTPException(404, "the prompts of this grid have no source images [TM2360]")
+        key = (file.grid.path, file.version, index, "source")
+        if (image := self.cache.get(key)) is None:
+            boxes = file.grid.source_boxes[index]
+            with self._decoding, decode_first_frame(file.grid.path) as frame:
+                strip = frame.crop((boxes[0][0], boxes[0][1], boxes[-1][2], boxes[-1][3]))
+            image = encode(shrink(strip, THUMBNAIL_SIDE))
+            self.cache.put(key, image)
+        return image
+
     def full(self, file: GridFile, index: int) -> EncodedImage:
         """Return a sample in full size, without loss; an animated image stays animated."""
         check_index(file, index)

@@ -31,6 +31,8 @@ def routes(studio: Studio) -> list[Route]:
         if part == "mosaic":
             return studio.cutter.mosaic(file)
         index = read_number(request, "index")
+        if part == "source":
+            return studio.cutter.source(file, index)
         return studio.cutter.full(file, index) if part == "full" else studio.cutter.thumbnail(file, index)
 
     async def show_sample(request: Request) -> Response:

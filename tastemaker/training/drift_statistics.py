@@ -32,7 +32,9 @@ SCORE_FALL, DIVERSITY_FALL, VARIETY_FALL = 0.2, 0.25, 0.1
 MIN_ERROR = 1e-12  # of means that are equal but for rounding
 COLLAPSED_SHARE = 0.2  # at most this fraction of the diversity is left after a collapse
 FROZEN_SHARE = 0.5  # at most this fraction of motion and of frame distance is left when videos freeze
-REWARD_PREFIX = "rewards/"
+# Of an editor's distance to its source: a rise by half, or a fall to a fifth, if it is as large as SOURCE_CHANGE.
+IGNORED_SHARE, COPIED_SHARE, SOURCE_CHANGE = 1.5, 0.2, 0.02
+REWARD_PREFIX, SOURCE_DISTANCE = "rewards/", "source_distance"
 DRIFT_THRESHOLDS = {"entropy": 1.0, "edges": 0.1, "saturation": 0.1, "dark": 0.1, "flicker": 0.02}  # worth mentioning
 
 
@@ -108,7 +110,12 @@ class GuardHistory:
             return None
         reward = self._change("reward/mean", self.measurements[:1])
         rose = self._score_since_start("reward/mean") > RISE_SCORE
-        candidates = (*map(self._held_out_fall, self.held_out), self._diversity_fall(), self._motion_fall())
+        candidates = (
+            *map(self._held_out_fall, self.held_out),
+            self._diversity_fall(),
+            self._motion_fall(),
+            self._source_change(),
+        )
         falls = [sentence for sentence in candidates if sentence]
         if not rose or not falls:
             return None
@@ -142,6 +149,19 @@ class GuardHistory:
             frames = self._change("frames", since)
             if change.after <= FROZEN_SHARE * change.before and frames.after <= FROZEN_SHARE * frames.before:
                 return f"the motion in the videos fell {change}"
+        return None
+
+    def _source_change(self) -> str | None:
+        """Whether an editor began to ignore its source, or to copy it."""
+        if SOURCE_DISTANCE not in self.measurements[0].per_prompt:
+            return None
+        change = self._change(SOURCE_DISTANCE, self.measurements[:1])
+        if abs(change.after - change.before) < SOURCE_CHANGE:
+            return None
+        if change.rose and change.after >= IGNORED_SHARE * change.before:
+            return f"the samples drifted away from their source images (distance {change})"
+        if change.fell and change.after <= COPIED_SHARE * change.before:
+            return f"the samples became copies of their source images (distance {change})"
         return None
 
     def _is_collapse(self, since: Sequence[GuardMeasurement], change: MetricChange) -> bool:

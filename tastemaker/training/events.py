@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 
@@ -52,6 +53,14 @@ class SamplesGenerated(Event):
     prompts: tuple[str, ...]
     pixels: Tensor  # [B, F, 3, H, W] in [0, 1], on the CPU
     scores: Mapping[str, float]  # mean of each reward over them
+    sources: Tensor | None = None  # [B, S, 3, H, W] the images that prompts are about, white where there are fewer
+
+    def pixels_with_sources(self) -> Tensor:
+        """Return the samples with their sources to the left: [B, F, 3, H, (S + 1) W]."""
+        if self.sources is None:
+            return self.pixels
+        strip = torch.cat(self.sources.unbind(1), -1)[:, None]  # [B, 1, 3, H, S W]
+        return torch.cat([strip.expand(-1, self.pixels.shape[1], -1, -1, -1), self.pixels], -1)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch import Tensor
 from ..core.randomness import Randomness
 from ..core.types import PromptBatch, concatenate, select_rows
 from ..rewards.backbones.optical_flow import flicker_score, motion_magnitude
-from .drift_statistics import REWARD_PREFIX, GuardMeasurement
+from .drift_statistics import REWARD_PREFIX, SOURCE_DISTANCE, GuardMeasurement
 from .events import GuardChecked
 from .run import GUARD_STEP, Run
+from .samples import read_sources
 
 THUMBNAILS = "thumbnails"
 SIDE, FRAMES = 32, 4  # size of thumbnails, small enough that grain does not count as diversity
@@ -60,7 +61,13 @@ def _measure_chunk(run: Run, batch: PromptBatch, indices: Tensor, first_row: int
     pixels = run.policy.decode(final).float().clamp(0, 1)
     scores = run.rubric.pointwise().score(pixels, chunk.prompts, chunk.metadata)
     rewards = {f"{REWARD_PREFIX}{name}": reward for name, reward in scores.rewards.items()}
-    return {"reward/mean": scores.total, **rewards, **image_statistics(pixels), THUMBNAILS: make_thumbnails(pixels)}
+    return {
+        "reward/mean": scores.total,
+        **rewards,
+        **image_statistics(pixels),
+        **source_statistics(pixels, read_sources(chunk.prompts, chunk.metadata, *pixels.shape[-2:])),
+        THUMBNAILS: make_thumbnails(pixels),
+    }
 
 
 def image_statistics(pixels: Tensor) -> dict[str, Tensor]:
@@ -97,6 +104,17 @@ def motion_statistics(pixels: Tensor) -> dict[str, Tensor]:
     distance = (frames - frames.mean(1, keepdim=True)).square().mean((1, 2)).sqrt()
     statistics = {"motion": motion_magnitude(pixels), "frames": distance}
     return {**statistics, "flicker": flicker_score(pixels)} if count > 2 else statistics
+
+
+def source_statistics(pixels: Tensor, sources: Tensor | None) -> dict[str, Tensor]:
+    """Return the mean absolute difference [N] between the thumbnails of first frames and of their first source.
+
+    It rises if an editor ignores its source, and falls to nearly nothing if it copies it.
+    """
+    if sources is None:
+        return {}
+    first, source = make_thumbnails(pixels[:, :1]), make_thumbnails(sources[:, :1].to(pixels))
+    return {SOURCE_DISTANCE: (first - source).abs().mean(1)}
 
 
 def make_thumbnails(pixels: Tensor) -> Tensor:

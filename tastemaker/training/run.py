@@ -109,7 +109,10 @@ class Run:
         if not isinstance(batch, ImageBatch):
             return self.data.first_prompts(count)
         pixels = resize_area(batch.pixels, *self.policy.model.pixels[2:])
-        return PromptBatch(batch.prompts, tuple({"target": image} for image in pixels))
+        metadata = batch.metadata or ({},) * len(batch)
+        return PromptBatch(
+            batch.prompts, tuple({**entry, "target": image} for entry, image in zip(metadata, pixels, strict=True))
+        )
 
     def save(self, step: int) -> Path:
         """Write a checkpoint of the first `step` steps and return its directory. Every rank must call this."""

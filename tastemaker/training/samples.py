@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,12 @@ from ..config.schema import SampleConfig
 from ..core.policy import Backbone, Guidance, Policy
 from ..core.randomness import Randomness
 from ..core.types import ImageBatch, Metadata, Prompts
+from ..data.image_io import resize_and_center_crop
+from ..data.metadata_images import read_metadata_images
 from .events import SamplesGenerated
 from .run import SAMPLE_STEP, Run
+
+MAX_SOURCES = 3  # of a prompt, that are shown
 
 
 @torch.no_grad()
@@ -30,7 +35,21 @@ def generate_samples(run: Run, step: int) -> SamplesGenerated:
         with run.engine.autocast():
             rewards = run.rubric.pointwise().score(pixels, prompts, metadata).rewards
         scores = {name: reward.mean().item() for name, reward in rewards.items()}
-    return SamplesGenerated(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), scores)
+    sources = read_sources(prompts, metadata, *pixels.shape[-2:])
+    return SamplesGenerated(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), scores, sources)
+
+
+def read_sources(prompts: Prompts, metadata: Sequence[Metadata], height: int, width: int) -> Tensor | None:
+    """Return the source images of prompts at a size, at most MAX_SOURCES each: [B, S, 3, H, W]; None without any."""
+    images = [(read_metadata_images(entry.get("image")) or ())[:MAX_SOURCES] for entry in metadata]
+    count = max(map(len, images), default=0)
+    if not count:
+        return None
+    sources = torch.ones(len(prompts), count, 3, height, width)
+    for row, sample_images in enumerate(images):
+        for number, image in enumerate(sample_images):
+            sources[row, number] = resize_and_center_crop(image[None].float().cpu(), height, width)[0]
+    return sources
 
 
 @torch.no_grad()

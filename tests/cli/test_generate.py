@@ -279,3 +279,27 @@ def test_recipe_with_weights_stands_for_the_model_before_training(tmp_path: Path
         warnings.simplefilter("error")
         assert resolve_source(str(own), ["process.num_steps=4"])[1] == step
         assert resolve_source(str(own), ["model.weights=playground/flow16"])[1] is None
+
+
+@pytest.mark.slow
+def test_sources_are_given_by_option_or_by_the_file_of_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("dark.png", 0.1), ("light.png", 0.9)):
+        save_image(torch.full((1, 3, 64, 64), value), Path(name))
+    command = ("generate", "playground-edit", "--tiny", "--device", "cpu", "-p", "remove the dog", "--out", "out")
+    assert run_cli(*command, "--image", "dark.png") == 0
+    first = read_image(next(Path("out").glob("00000-*.png")))
+    (record,) = [json.loads(line) for line in Path("out/metadata.jsonl").read_text().splitlines()]
+    assert record["image"] == str(Path("dark.png").resolve())
+    sheet = read_image(Path("out/sheet.png"))  # the source is to the left of the sample, both twice as large
+    assert sheet.shape[-1] == 2 * 2 * 64 + 4 and torch.allclose(sheet[0, :, 2:100, 2:100], torch.tensor(0.1), atol=0.01)
+    assert run_cli(*command, "--image", "light.png") == 0  # another source is another sample
+    assert not read_image(next(Path("out").glob("00000-*.png"))).equal(first)
+    rows = [{"prompt": "remove the dog", "image": "dark.png"}, {"prompt": "remove the dog", "image": "light.png"}]
+    Path("edits.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert run_cli(*command[:5], "--prompts", "edits.jsonl", "--out", "file") == 0
+    assert read_image(next(Path("file").glob("00000-*.png"))).equal(first)
+    assert run_cli("score", "file", "--reward", "source_similarity") == 0
+    assert run_cli(*command, "--image", "none.png") == EXIT_USAGE and "TM234" in capsys.readouterr().err

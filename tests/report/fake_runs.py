@@ -27,6 +27,7 @@ from tastemaker.training.loggers.jsonl import JsonlLogger
 from tastemaker.training.loggers.sample_grids import SampleGridLogger
 
 PROMPTS = ("a red car", 'a <b>bold</b> & "quoted" prompt', "", "a very long prompt that goes on " * 8)
+SOURCE_COLORS = ((1.0, 0.0, 0.0), (0.0, 0.0, 1.0))
 CONFIG = """\
 objective: {type: grpo, group_size: 8}
 model: {type: toy_flow}
@@ -37,8 +38,13 @@ name: %s
 """
 
 
-def events(directory: Path, held: float, *, steps: int = 60, frames: int = 1, guard: bool = True) -> list[Event]:
-    """Return events of a run whose reward rises while a held-out reward changes by `held`."""
+def events(
+    directory: Path, held: float, *, steps: int = 60, frames: int = 1, guard: bool = True, sources: int = 0
+) -> list[Event]:
+    """Return events of a run whose reward rises while a held-out reward changes by `held`.
+
+    With `sources`, every prompt is about so many images, each of one color.
+    """
     rng, recorded = random.Random(0), [TrainingStarted(0, steps, directory, 7)]
     noise = torch.Generator().manual_seed(0)
     for step in range(steps + 1):
@@ -53,7 +59,9 @@ def events(directory: Path, held: float, *, steps: int = 60, frames: int = 1, gu
             recorded.append(StepCompleted(step, {**values, **rest}, 0.5, 64))
         if step % 20 == 0:
             pixels = torch.rand(len(PROMPTS), frames, 3, 16, 16, generator=noise)
-            recorded.append(SamplesGenerated(step, PROMPTS, pixels, {"bright": values["reward/mean"]}))
+            images = torch.tensor(SOURCE_COLORS)[None, :sources, :, None, None].expand(len(PROMPTS), -1, -1, 16, 16)
+            scores = {"bright": values["reward/mean"]}
+            recorded.append(SamplesGenerated(step, PROMPTS, pixels, scores, images if sources else None))
         if guard and step % 20 == 0:
             warning = (
                 f"probable reward hacking: fell from 0.5 to {0.5 + held * t:.2g}" if held < 0 and step > 20 else None

@@ -18,12 +18,14 @@ from PIL import Image
 from rich.console import Console
 
 from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.core.output_paths import SOURCE_FILE
 from tastemaker.report.charts import ScoreInterval, collect_evaluations, nice_axis, smooth_curve
 from tastemaker.report.findings import collect_findings
 from tastemaker.report.groups import group_runs
 from tastemaker.report.headline import find_evaluation_pair, format_score, make_headline
 from tastemaker.report.page import write_report
-from tastemaker.report.run_record import read_run
+from tastemaker.report.run_record import read_evaluated_samples, read_run
+from tastemaker.report.sample_sets import collect_samples
 from tastemaker.report.samples import embed_samples
 from tastemaker.training.loggers.html_report import HtmlReportLogger
 from tastemaker.training.loggers.jsonl import JsonlLogger
@@ -103,6 +105,29 @@ def test_embedded_sample_has_the_exact_pixels(tmp_path: Path) -> None:
     assert image.size == (16, 16)
     wanted = (drawn.pixels[1, 0] * 255).round().permute(1, 2, 0).flatten()
     assert list(image.convert("RGB").tobytes()) == wanted.to(torch.int64).tolist()
+
+
+def test_edits_show_their_sources_before_and_after(tmp_path: Path) -> None:
+    run = write_fake_run(tmp_path / "run", 0.1, sources=2)
+    text, checker = check_page(write_report([run]))
+    kinds = [str(image["class"]).split()[0] for image in checker.images]
+    assert kinds.count("source") == kinds.count("before") == kinds.count("after") == 4
+    assert (
+        kinds.index("source") < kinds.index("before") < kinds.index("after") and '<th scope="col">source</th>' in text
+    )
+    shown = next(image for image in checker.images if str(image["class"]).startswith("source"))
+    image = Image.open(BytesIO(base64.b64decode(str(shown["src"]).partition(",")[2]))).convert("RGB")
+    assert image.getpixel((0, 0)) == (255, 0, 0) and image.getpixel((image.width - 1, 0)) == (0, 0, 255)
+    # The samples themselves are where they were, also for what reads one sample of the grid.
+    drawn = next(e for e in events(tmp_path, 0.1) if type(e).__name__ == "SamplesGenerated")
+    pixels = collect_samples(run, count=4, step=0).pixels[3]
+    assert torch.allclose(pixels[0], drawn.pixels[3, 0], atol=1 / 255)
+    alone = write_fake_run(tmp_path / "evaluated", 0.1)
+    folder = write_evaluation(alone, "before", 0.4)
+    write_evaluated_samples(folder, ["x"], [1.0])
+    Image.new("RGB", (16, 16), "red").save(folder / SOURCE_FILE)
+    sample = read_evaluated_samples(read_run(alone), "before")[0, 0]
+    assert sample.source == folder / SOURCE_FILE
 
 
 def test_videos_are_embedded_with_strips_of_frames(tmp_path: Path) -> None:

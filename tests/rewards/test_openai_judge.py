@@ -251,6 +251,10 @@ def test_videos_are_frames_and_edits_show_their_source(stub: JudgeStub, url: str
     kinds = [part.get("text", "image")[:8] for part in following["messages"][1]["content"]]
     assert kinds[:4] == ["<img1>: ", "image", "<img2>: ", "image"]
     assert "make it red" in following["messages"][1]["content"][-1]["text"]
+    several = {"image": [str(tmp_path / "source.png"), torch.full((1, 3, 4, 6), 0.6)]}  # of different sizes
+    score(judge(url, template="editscore"), PIXELS[5:], ["make it red"], [several])
+    following = next(request for request in stub.requests[-2:] if len(read_images(request)) > 1)
+    assert [round(float(i.mean()) / 255, 1) for i in read_images(following)] == [0.2, 0.6, 0.9]
     with pytest.raises(RewardError, match="TM2032"):
         score(judge(url, template="editscore"), PIXELS[:1], ["x"])
 

@@ -34,6 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("studio") / "runs"
     for name, held in (("good", 0.3), ("sub/hacked", -0.3)):
         write_evaluation(write_fake_run(root / name, held), "after", 0.8, benchmark="playeval")
+    write_fake_run(root / "edits", 0.3, sources=2)
     hostile = root / f"h {SCRIPT.replace('/', '')}"
     shutil.copytree(root / "good", hostile)
     rows = [{"step": 1, "reward/mean": 0.1, f"rewards/{SCRIPT}": 1.0}, {"step": 60, "guard/x": 1, "warning": SCRIPT}]
@@ -128,6 +129,17 @@ def test_samples_are_cut_from_their_grid(client: TestClient, runs: Path) -> None
     assert "immutable" in response.headers["cache-control"]
     for address in ("step=20&index=4", "step=21&index=0", "step=x&index=0", "step=20", "step=20&index=-1"):
         assert client.get(f"/samples/good?{address}").status_code in (400, 404)
+
+
+def test_pages_show_the_sources_of_edits(client: TestClient, runs: Path) -> None:
+    for page in ("/runs/edits", "/compare?item=edits"):
+        assert client.get(page).text.count("part=source") == 4, page
+    assert "part=source" not in client.get("/runs/good").text
+    (runs.parent / "source.png").write_bytes(client.get("/samples/edits?step=20&index=1&part=source").content)
+    with Image.open(runs.parent / "source.png") as image:
+        row = image.convert("RGB")
+        assert row.getpixel((0, 0)) == (255, 0, 0) and row.getpixel((row.width - 1, 0)) == (0, 0, 255)
+    assert client.get("/samples/good?step=20&index=1&part=source").status_code == 404
 
 
 def test_files_outside_are_not_served(client: TestClient, runs: Path) -> None:

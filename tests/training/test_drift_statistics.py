@@ -244,3 +244,20 @@ def test_frozen_videos_are_detected() -> None:
 )
 def test_moving_videos_have_no_warning(motion: Curve, frames: Curve) -> None:
     assert not any(video_warnings(motion, frames))
+
+
+def test_editors_that_ignore_or_copy_their_source_are_detected() -> None:
+    curves: dict[str, Curve] = {
+        "ignored": lambda t: 0.05 + 0.1 * t,
+        "copied": lambda t: 0.06 * (1 - t),
+        "better": lambda t: 0.06 - 0.03 * t,  # the rest of the image changes less: that is what is wanted
+    }
+    for name, curve in curves.items():
+        rng, history = random.Random(0), GuardHistory([])
+        for i in range(12):
+            t = i / 11
+            rows = {"reward/mean": 3 * t, "source_distance": curve(t), "diversity": 0.4, "variety": 0.5}
+            values = {key: [value + rng.gauss(0, 0.003) for _ in range(16)] for key, value in rows.items()}
+            history.add(GuardMeasurement(50 * i, values, {}))
+        warning = history.hacking_warning() or ""
+        assert ("drifted away" in warning, "became copies" in warning) == (name == "ignored", name == "copied"), name

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FREQUENCIES = 64
+MIN_TIME = 0.05  # the smallest time by which a difference to the source is divided
 
 
 class SingleStreamAttention(nn.Module):
@@ -68,6 +69,7 @@ class DiT(nn.Module):
         width: int,
         depth: int,
         heads: int,
+        has_source: bool = False,
     ) -> None:
         super().__init__()
         self.width, self.max_text_tokens, self.frames = width, max_text_tokens, frames
@@ -77,6 +79,12 @@ class DiT(nn.Module):
         self.enter, self.place = nn.Linear(patch_dim, width), nn.Parameter(torch.randn(1, 1, num_patches, width) * 0.02)
         if frames > 1:
             self.frame_place = nn.Parameter(torch.randn(1, frames, 1, width) * 0.02)
+        if has_source:
+            self.enter_source = nn.Linear(patch_dim, width, bias=False)
+            nn.init.zeros_(self.enter_source.weight)  # training starts from the generator without a source
+            self.keep = nn.Linear(width, 1)
+            nn.init.zeros_(self.keep.weight)
+            nn.init.constant_(self.keep.bias, -1.0)
         self.time, self.pooled = nn.Linear(2 * FREQUENCIES, width), nn.Linear(width, width)
         self.modulation = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(SingleStreamBlock(width, heads) for _ in range(depth))
@@ -88,10 +96,16 @@ class DiT(nn.Module):
         steps = torch.arange(FREQUENCIES) / FREQUENCIES
         self.register_buffer("frequencies", torch.exp(steps * math.log(1000.0)) * math.pi / 2, persistent=False)
 
-    def forward(self, x: Tensor, t: Tensor, ids: Tensor) -> Tensor:
-        """Output of the shape of the patches [B, F, patches, dim], at times [B] and for word ids [B, W]."""
+    def forward(self, x: Tensor, t: Tensor, ids: Tensor, source: Tensor | None = None) -> Tensor:
+        """Output of the shape of the patches [B, F, patches, dim], at times [B] and for word ids [B, W].
+
+        `source` are the clean patches of the image to edit, of the same shape. The network decides for each patch how
+        much of it to keep, and the output is the velocity of a rectified flow towards that mixture.
+        """
         words = self.word(ids)
         h = self.enter(x) + self.place
+        if source is not None:
+            h = h + self.enter_source(source)
         if self.frames > 1:
             h = h + self.frame_place
         h = torch.cat([words + self.word_place, h.flatten(1, 2)], 1)
@@ -101,5 +115,12 @@ class DiT(nn.Module):
         for block in self.blocks:
             h = block(h, time)
         shift, scale = self.last(condition)[:, None].chunk(2, -1)
-        out: Tensor = self.leave(F.layer_norm(h[:, self.max_text_tokens :], (self.width,)) * (1 + scale) + shift)
-        return out.float()
+        h = F.layer_norm(h[:, self.max_text_tokens :], (self.width,)) * (1 + scale) + shift
+        out: Tensor = self.leave(h).float()
+        if source is None:
+            return out
+        # In terms of clean patches: (1 - kept) * predicted + kept * source.
+        kept: Tensor = self.keep(h).float().sigmoid().view(*x.shape[:-1], 1)
+        time = t.float().view(-1, *(1,) * (x.ndim - 1))
+        velocity = out.view(x.shape)
+        return velocity + kept * (x - time * velocity - source) / time.clamp(min=MIN_TIME)

@@ -64,7 +64,7 @@ class NotebookProgressLogger(ProgressLogger):
         self._bar.update(self._html())
 
     def _show_samples(self, event: SamplesGenerated) -> None:
-        samples = SampleSet(f"step {event.step}", tuple(event.pixels), event.prompts, means=event.scores)
+        samples = SampleSet(f"step {event.step}", tuple(event.pixels_with_sources()), event.prompts, means=event.scores)
         figure = draw_samples(samples)
         if self._samples is None:
             self._samples = self._ipython.display(figure, display_id=True)

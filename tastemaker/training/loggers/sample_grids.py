@@ -1,4 +1,7 @@
-"""Grids of samples: samples/step-000050.png, or .mp4 for videos if PyAV is installed, with a JSON description."""
+"""Grids of samples: samples/step-000050.png, or .mp4 for videos if PyAV is installed, with a JSON description.
+
+Sources of edits stand to the left of their sample.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,19 @@ class SampleGridLogger:
     def _write(self, event: SamplesGenerated, directory: Path) -> None:
         suffix = "png" if event.pixels.shape[1] == 1 else self._clips
         path = directory / f"step-{event.step:06d}.{suffix}"
-        save_image(make_grid(event.pixels, captions=event.prompts), path)
+        save_image(make_grid(event.pixels_with_sources(), captions=event.prompts), path)
         path.with_suffix(".json").write_text(json.dumps(_grid_metadata(event, path.name), indent=1), encoding="utf-8")
 
 
 def _grid_metadata(event: SamplesGenerated, file: str) -> dict[str, Any]:
-    """Return the prompts and scores of a grid, and the box of each sample in it."""
+    """Return the prompts and scores of a grid, and the boxes of each sample and of its sources in it."""
     count, frames, _, height, width = event.pixels.shape
+    num_sources = 0 if event.sources is None else event.sources.shape[1]
+    scale = grid_upscale(height, width * (num_sources + 1))
+    cells = [
+        [(left + i * width * scale, top, left + (i + 1) * width * scale, bottom) for i in range(num_sources + 1)]
+        for left, top, _, bottom in grid_boxes(count, height, width * (num_sources + 1))
+    ]
     return {
         "step": event.step,
         "file": file,
@@ -62,6 +71,7 @@ def _grid_metadata(event: SamplesGenerated, file: str) -> dict[str, Any]:
         "scores": {name: score if math.isfinite(score) else None for name, score in event.scores.items()},
         "frames": frames,
         "size": [width, height],
-        "enlarged": grid_upscale(height, width),
-        "boxes": grid_boxes(count, height, width),
+        "enlarged": scale,
+        "boxes": [boxes[-1] for boxes in cells],
+        **({"source_boxes": [boxes[:-1] for boxes in cells]} if num_sources else {}),
     }

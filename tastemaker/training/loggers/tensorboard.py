@@ -31,14 +31,16 @@ class TensorBoardLogger:
         if isinstance(event, SamplesGenerated) and event.pixels.shape[1] > 1:
             self._add_clips(event)
         elif isinstance(event, SamplesGenerated):
-            self._writer.add_image("samples", make_contact_sheet(event.pixels, event.prompts).numpy(), event.step)
+            self._writer.add_image(
+                "samples", make_contact_sheet(event.pixels_with_sources(), event.prompts).numpy(), event.step
+            )
         if isinstance(event, GuardChecked) and event.warning:
             self._writer.add_text("guard/warning", event.warning, event.step)
 
     def _add_clips(self, event: SamplesGenerated) -> None:
         """Add a grid of videos as an animated GIF; `add_video` would need the package moviepy for the same."""
         schema = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        grid = make_grid(event.pixels, captions=event.prompts)
+        grid = make_grid(event.pixels_with_sources(), captions=event.prompts)
         image = schema.Summary.Image(
             height=grid.shape[-2], width=grid.shape[-1], colorspace=3, encoded_image_string=encode_gif(grid)
         )

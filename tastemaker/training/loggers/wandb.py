@@ -40,7 +40,9 @@ class WandbLogger:
             self._log_clips(event, values)
             return
         if isinstance(event, SamplesGenerated):
-            values["samples"] = self._wandb.Image(to_uint8(make_contact_sheet(event.pixels, event.prompts)))
+            values["samples"] = self._wandb.Image(
+                to_uint8(make_contact_sheet(event.pixels_with_sources(), event.prompts))
+            )
         if isinstance(event, GuardChecked) and event.warning:
             values["guard/warning"] = event.warning
         if values:
