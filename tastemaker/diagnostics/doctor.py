@@ -61,8 +61,8 @@ def count_checks() -> int:
     return len(CHECKS) + 1  # two ranks
 
 
-def run_doctor(config: RunConfig, *, tiny: bool = False) -> Iterator[CheckResult]:
-    """Run all checks on a configuration and yield their results."""
+def run_doctor(config: RunConfig, *, tiny: bool = False, ranks: bool = True) -> Iterator[CheckResult]:
+    """Run all checks on a configuration and yield their results; `ranks` starts two more processes."""
     config = make_tiny(config) if tiny else config
     config = replace(config, sample=replace(config.sample, every=0), checkpoint=replace(config.checkpoint, keep_last=0))
     with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +72,9 @@ def run_doctor(config: RunConfig, *, tiny: bool = False) -> Iterator[CheckResult
         checks = {**CHECKS, "pixels": lambda run: check_pixel_range(run, trained=not tiny)}
         for name, check in checks.items():
             yield run_check(name, check, run)
-        run.resume(Path(folder) / "run" / "checkpoints" / "step-000000")
-        yield run_check("ranks", lambda run: check_two_ranks(config, run), run)
+        if ranks:
+            run.resume(Path(folder) / "run" / "checkpoints" / "step-000000")
+            yield run_check("ranks", lambda run: check_two_ranks(config, run), run)
         run.engine.close()
 
 

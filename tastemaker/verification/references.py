@@ -1,0 +1,334 @@
+"""How diffusers' own pipelines sample what our models sample: one short entry per model, the rest is derived.
+
+Derived from the spec's `layout` are the pipeline's class and the component that trains; from the pipeline's signature
+the classes of all components and the arguments of its call; from the scheduler the timestep shift of a size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..config.schema import RunConfig
+from ..core.model_spec import ModelSpec
+from ..core.policy import Backbone, Guidance
+from ..core.randomness import Randomness
+from ..core.types import Placement
+from ..models.pipeline_components import PublishedSpec, dynamic_shift
+from ..models.pretrained import find_weights, silence_libraries
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import RectifiedFlow
+from .tiny_pipelines import build_tiny_pipeline
+
+PROMPTS = ("a red cat on a mat", "two blue dogs")
+FLOW, DDIM, EULER = "FlowMatchEulerDiscreteScheduler", "DDIMScheduler", "EulerDiscreteScheduler"
+STABLE_DIFFUSION = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+SD_DDIM = {"_class_name": DDIM, **STABLE_DIFFUSION, "steps_offset": 1, "clip_sample": False, "set_alpha_to_one": False}
+FLUX_SCHEDULER = {"_class_name": FLOW, "use_dynamic_shifting": True, "shift": 3.0}
+TWICE_SHIFTED = {"sigma_min": 0.002994012}  # 0.001 shifted by 3, at which diffusers' scheduler begins its last step
+
+
+@dataclass(frozen=True)
+class PipelineReference:
+    """What cannot be derived about the pipeline of a model.
+
+    `scheduler` is the published scheduler_config.json, for pipelines of random weights. If the published one is of
+    another class, it is converted to this one, whose steps are ours.
+    """
+
+    scheduler: Mapping[str, Any] = field(default_factory=lambda: {"_class_name": FLOW})
+    path: Mapping[str, Any] = field(default_factory=dict)  # settings of our path that the scheduler implies
+    call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
+    latents: Callable[[Tensor], Tensor] | None = None  # ours [B, *shape] in the pipeline's layout; None: by its rules
+    prompts: Sequence[str] = PROMPTS
+    spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the tiny spec
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of tiny components
+    components: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # tiny components that are not derived
+
+
+
+def clip_image_processor() -> Any:
+    """The image processor of CLIP with its published settings."""
+    from transformers import CLIPImageProcessor
+
+    processor_class: Any = CLIPImageProcessor
+    return processor_class()
+
+
+# By the name of a part in recipes/base/models, or else by the model's type.
+REFERENCES: dict[str, PipelineReference] = {
+    "flux": PipelineReference(FLUX_SCHEDULER),
+    "flux-schnell": PipelineReference(
+        {"_class_name": FLOW, "shift": 1.0}, configs={"transformer": {"guidance_embeds": False}}
+    ),
+    "flux_kontext": PipelineReference(FLUX_SCHEDULER, call={"_auto_resize": False}),
+    "sd3": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=TWICE_SHIFTED),
+    "sd15": PipelineReference(SD_DDIM),
+    "sdxl": PipelineReference(
+        {"_class_name": EULER, **STABLE_DIFFUSION, "steps_offset": 1, "timestep_spacing": "leading"}
+    ),
+    "qwen_image": PipelineReference(
+        {
+            "_class_name": FLOW,
+            "base_shift": 0.5,
+            "max_shift": 0.9,
+            "base_image_seq_len": 256,
+            "max_image_seq_len": 8192,
+            "shift": 1.0,
+            "shift_terminal": 0.02,
+            "use_dynamic_shifting": True,
+        },
+        spec={"max_text_tokens": 180},  # the published template alone has more bytes than tiny specs read
+    ),
+    "wan": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=TWICE_SHIFTED),
+    "wan22": PipelineReference({"_class_name": FLOW, "shift": 12.0}, path={"sigma_min": 0.012 / 1.011}),
+    "cogvideox": PipelineReference(
+        {
+            "_class_name": "CogVideoXDDIMScheduler",
+            "snr_shift_scale": 3.0,
+            "prediction_type": "v_prediction",
+            "rescale_betas_zero_snr": True,
+            "timestep_spacing": "trailing",
+        },
+        latents=lambda x: x,
+    ),
+    "ltx": PipelineReference(
+        {
+            "_class_name": FLOW,
+            "base_image_seq_len": 1024,
+            "base_shift": 0.95,
+            "max_image_seq_len": 4096,
+            "max_shift": 2.05,
+            "shift_terminal": 0.1,
+            "use_dynamic_shifting": True,
+        }
+    ),
+    "hunyuanvideo": PipelineReference({"_class_name": FLOW, "shift": 7.0}, spec={"max_text_tokens": 512}),
+    "mochi": PipelineReference({"_class_name": FLOW, "invert_sigmas": True}),
+    "modelscope": PipelineReference(SD_DDIM),
+    "svd": PipelineReference(
+        {
+            "_class_name": EULER,
+            **STABLE_DIFFUSION,
+            "prediction_type": "v_prediction",
+            "interpolation_type": "linear",
+            "use_karras_sigmas": True,
+            "sigma_min": 0.002,
+            "sigma_max": 700.0,
+            "timestep_spacing": "leading",
+            "timestep_type": "continuous",
+            "steps_offset": 1,
+        },
+        prompts=("",),
+        latents=lambda x: x,
+        components={"feature_extractor": clip_image_processor},
+    ),
+}
+# Models whose published sampler or network no pipeline of diffusers or transformers has, with the reason.
+UNCOMPARED: dict[str, str] = {
+    "dit": "a network of this package",
+    "gpt": "a network of this package",
+    "latent_dit": "its network is compared with diffusers' DiT in the tests",
+    "llamagen": "no library has its sampler; the tests compare tokens with recordings of the authors' code",
+    "maskgit": "a network of this package",
+    "opensora": "no library has its pipeline; the tests compare networks with recordings of the authors' code",
+    "showo": "no library has its sampler; the tests compare logits with recordings of the authors' code",
+    "toy_causal": "a network of this package",
+    "toy_flow": "a network of this package",
+    "toy_masked": "a network of this package",
+    "videocrafter": "diffusers has no input for its fps; the tests compare steps with recordings of the authors' code",
+}
+
+
+def find_reference(part: str, kind: str) -> PipelineReference:
+    """The entry of a part such as wan22, else that of its model's type, else one that is derived completely."""
+    return REFERENCES.get(part) or REFERENCES.get(kind) or PipelineReference()
+
+
+def why_not_compared(kind: str, spec: ModelSpec) -> str:
+    """Why a model's samples are compared with no pipeline; empty if they are."""
+    if kind in UNCOMPARED:
+        return UNCOMPARED[kind]
+    layout = spec.layout
+    return "" if layout is not None and layout.pipeline_class else "its spec has no layout that names a pipeline"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model, its process and guidance, and the pipeline that should sample the same."""
+
+    reference: PipelineReference
+    spec: PublishedSpec
+    process: GaussianProcess
+    guidance: Guidance | None
+    pipeline: Any
+    placement: Placement
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether prompts come with an image: the pipeline's call has an argument for it."""
+        return "image" in self.parameters
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The arguments of the pipeline's call."""
+        return inspect.signature(type(self.pipeline).__call__).parameters
+
+    @property
+    def prompts(self) -> list[str]:
+        return list(self.reference.prompts)[: 1 if self.takes_image else None]
+
+    def images(self) -> list[Image.Image]:
+        """Random images of the model's size, one per prompt."""
+        settings: Any = self.spec
+        shape, generator = (settings.height, settings.width, 3), torch.Generator().manual_seed(1)
+        return [
+            Image.fromarray(torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).numpy())
+            for _ in self.prompts
+        ]
+
+    def metadata(self) -> list[dict[str, Tensor]]:
+        """The images as metadata of prompts: pixels [1, 3, H, W] in [0, 1]."""
+        if not self.takes_image:
+            return [{} for _ in self.prompts]
+        arrays = [torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in self.images()]
+        size = self.images()[0].size
+        return [{"image": x.view(1, size[1], size[0], 3).permute(0, 3, 1, 2).float() / 255} for x in arrays]
+
+    def latents(self, x: Tensor) -> Tensor:
+        """Our latents [B, *shape] in the layout of the pipeline's argument `latents`."""
+        if self.reference.latents is not None:
+            return self.reference.latents(x)
+        pack = getattr(type(self.pipeline), "_pack_latents", None)
+        arguments = len(inspect.signature(pack).parameters) if pack else 0
+        if self.spec.frames > 1:  # [B, f, C, h, w]
+            return pack(x.transpose(1, 2)) if pack and arguments == 3 else x.transpose(1, 2)
+        if x.dim() == 4:  # tokens [B, h, w, C]
+            return x.flatten(1, 2)
+        return pack(x[:, 0], len(x), *x.shape[2:]) if pack and arguments == 5 else x[:, 0]
+
+    def call_options(self) -> dict[str, Any]:
+        """Arguments of the pipeline's call: those of these candidates that it has, and those of the entry."""
+        settings: Any = self.spec
+        names = {each.name for each in fields(settings)}
+        scale = 1.0 if self.guidance is None else self.guidance.scale
+        distilled = settings.guidance_scale if "guidance_scale" in names else None
+        candidates: dict[str, Any] = {
+            "prompt": self.prompts,
+            "height": settings.height,
+            "width": settings.width,
+            "num_frames": self.spec.frames,
+            "num_inference_steps": self.process.num_steps,
+            "guidance_scale": distilled if isinstance(distilled, float) else scale,
+            "generator": torch.Generator().manual_seed(settings.seed),  # of noise on an image
+        }
+        if isinstance(distilled, tuple):
+            candidates |= {"min_guidance_scale": distilled[0], "max_guidance_scale": distilled[1]}
+        if "true_cfg_scale" in self.parameters and self.guidance is not None:
+            candidates |= {"true_cfg_scale": scale, "negative_prompt": [self.guidance.negative_prompt] * len(self.prompts)}
+        if "max_text_tokens" in names:
+            candidates["max_sequence_length"] = settings.max_text_tokens
+        if "fps" in names:
+            candidates["frame_rate"] = settings.fps
+        if self.takes_image:
+            candidates |= {"image": self.images(), "max_area": settings.height * settings.width}
+        chosen = {name: value for name, value in candidates.items() if name in self.parameters}
+        return {**chosen, **self.reference.call}
+
+    @torch.no_grad()
+    def sample_ours(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Starting noise, latents and pixels of our sampler."""
+        model: Backbone = self.spec.load(self.placement)
+        if self.guidance is not None and self.guidance.scale != 1:
+            model = self.process.wrap_guidance(model, self.guidance)
+        rows = torch.arange(len(self.prompts), device=self.placement.device)
+        rollout = self.process.start(model, model.embed(self.prompts, self.metadata()), Randomness(0, 0, rows))
+        rollout.set_start(rollout.start.to(self.placement.dtype).float())  # the pipeline begins with rounded noise
+        final = rollout.finish().final
+        return rollout.start, final, model.decode(final).float()
+
+    @torch.no_grad()
+    def sample_reference(self, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents and pixels of diffusers' pipeline from the same noise."""
+        noise = self.latents(start).to(self.placement.dtype)
+        name = "images" if self.spec.frames == 1 else "frames"
+        with silence_libraries():
+            sampled = [
+                getattr(self.pipeline(latents=noise.clone(), output_type=kind, **self.call_options()), name)
+                for kind in ("latent", "pt")
+            ]
+        return sampled[0].float(), sampled[1].float()
+
+
+def prepare_comparison(
+    config: RunConfig,
+    reference: PipelineReference,
+    folder: Path,
+    *,
+    tiny: bool,
+    sampling_steps: int,
+    placement: Placement,
+) -> Comparison:
+    """Load the pipeline of published weights, or build one of random weights in `folder`."""
+    import diffusers
+
+    spec = cast(PublishedSpec, config.model)
+    layout = spec.layout
+    assert layout is not None and isinstance(config.process, GaussianProcess)
+    pipeline_class = getattr(diffusers, layout.pipeline_class)
+    if tiny:
+        small: Any = replace(cast(Any, spec.tiny()), **reference.spec)
+        pipeline = build_pipeline_of(small, pipeline_class, reference)
+        with silence_libraries():
+            pipeline.save_pretrained(folder)
+        spec = replace(small, weights=str(folder))
+    else:
+        weights = find_weights(spec.weights, spec.published.source(spec.weights))
+        with silence_libraries():
+            pipeline = pipeline_class.from_pretrained(weights, torch_dtype=placement.dtype, local_files_only=True)
+        pipeline.to(placement.device).set_progress_bar_config(disable=True)
+        if type(pipeline.scheduler).__name__ != reference.scheduler["_class_name"]:
+            options = dict(reference.scheduler)
+            scheduler_class = getattr(diffusers, options.pop("_class_name"))
+            pipeline.scheduler = scheduler_class.from_config(pipeline.scheduler.config, **options)
+    process = config.process.with_num_steps(sampling_steps).deterministic()
+    process = replace(process, path=replace(process.path, **reference.path))
+    process = with_dynamic_shift(process, pipeline, spec, layout.component)
+    return Comparison(reference, spec, process, config.guidance, pipeline, placement)
+
+
+def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReference) -> Any:
+    """A pipeline of random weights for a tiny spec."""
+    tiny_configs = spec.published.tiny_configs
+    trained = spec.layout.components
+    configs = {
+        name: {**config, **reference.configs.get(name, {})}
+        for name, config in tiny_configs.items()
+        if name in trained or not name.startswith(("transformer", "unet"))
+    }
+    names = {each.name for each in fields(spec)}
+    settings = {name: getattr(spec, name) for name in inspect.signature(pipeline_class).parameters if name in names}
+    if "requires_safety_checker" in inspect.signature(pipeline_class).parameters:
+        settings["requires_safety_checker"] = False
+    settings = {name: value for name, value in settings.items() if name not in configs}
+    return build_tiny_pipeline(pipeline_class, configs, reference.scheduler, settings, reference.components)
+
+
+def with_dynamic_shift(
+    process: GaussianProcess, pipeline: Any, spec: ModelSpec, component: str
+) -> GaussianProcess:
+    """The process with the timestep shift that the pipeline's scheduler computes from the number of image tokens."""
+    config, path = pipeline.scheduler.config, process.path
+    if not isinstance(path, RectifiedFlow) or not config.get("use_dynamic_shifting"):
+        return process
+    tokens = math.prod(spec.shape) // getattr(pipeline, component).config.in_channels
+    keys = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+    return replace(process, path=replace(path, shift=dynamic_shift(tokens, *(config[key] for key in keys))))
