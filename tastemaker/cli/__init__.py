@@ -30,6 +30,7 @@ from . import (
     studio,
     sweep,
     train,
+    verify,
     vlm,
     votes,
 )
@@ -62,6 +63,7 @@ GROUPS = (
     data,
     vlm,
     diagnose,
+    verify,
 )
 for group in GROUPS:
     app.add_typer(group.app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import tempfile
@@ -21,15 +22,15 @@ from ..config.load import load
 from ..config.recipes import PARTS, recipe_paths
 from ..config.registries import MODELS, PROCESSES
 from ..config.schema import RunConfig
+from ..core.cards import WeightsSource
 from ..core.model_spec import ModelSpec
-from ..core.registry import ConfigError
 from ..diagnostics.doctor import run_doctor
 from ..processes.gaussian import GaussianProcess
 from ..training.loop import train_step
 from ..training.precision import choose_placement
 from .local_weights import with_local_weights
-from .references import Comparison, find_reference, prepare_comparison, why_not_compared
-from .report import Check, Settings
+from .references import Comparison, find_reference, load_pipeline_class, prepare_comparison, why_not_compared
+from .report import EXPECTED_ERRORS, NEEDS_DOWNLOAD, Check, Settings
 
 # Largest difference of latents over the largest number of the reference, and of pixels. Large networks amplify rounding.
 TOLERANCES = {"tiny": 5e-5, "fp32": 1e-3, "bf16": 5e-2}
@@ -122,14 +123,10 @@ def load_spec(name: str) -> ModelSpec:
 
 def reads_image(spec: ModelSpec) -> bool:
     """Whether the model continues or edits an image: the call of its pipeline has one."""
-    import inspect
-
-    import diffusers
-
     layout = spec.layout
     if layout is None or not layout.pipeline_class:
         return spec.needs_initial_image
-    return "image" in inspect.signature(getattr(diffusers, layout.pipeline_class).__call__).parameters
+    return "image" in inspect.signature(load_pipeline_class(layout).__call__).parameters
 
 
 def write_edits(folder: Path) -> Path:
@@ -164,8 +161,8 @@ def run_timed(name: str, check: Callable[[], Check]) -> Check:
     started = time.perf_counter()
     try:
         result = check()
-    except (ConfigError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
-        if "`tastemaker download" in str(error):
+    except EXPECTED_ERRORS as error:
+        if NEEDS_DOWNLOAD in str(error):
             raise
         result = Check(name, "fail", reason=f"{type(error).__name__}: {error!s:.400}")
     return replace(result, seconds=round(time.perf_counter() - started, 2))
@@ -201,7 +198,9 @@ def compare(comparison: Comparison, tolerance: float) -> Check:
     relative = difference / max(largest(expected_latents), 1e-12)
     pixel_difference = largest(pixels.reshape(expected_pixels.shape) - expected_pixels)
     steps, count = comparison.process.num_steps, len(comparison.prompts)
-    number = f"latents off by {relative:.1e} of the largest, pixels by {pixel_difference:.1e}, tolerance {tolerance:.0e}"
+    number = (
+        f"latents off by {relative:.1e} of the largest, pixels by {pixel_difference:.1e}, tolerance {tolerance:.0e}"
+    )
     values = {
         "latents_max_abs": difference,
         "latents_relative": relative,
@@ -211,7 +210,9 @@ def compare(comparison: Comparison, tolerance: float) -> Check:
         "prompts": float(count),
     }
     equal = max(relative, pixel_difference) <= tolerance and math.isfinite(relative)
-    advice = "" if equal else "compare timesteps, guidance, text embeddings and latents with the pipeline, in this order"
+    advice = (
+        "" if equal else "compare timesteps, guidance, text embeddings and latents with the pipeline, in this order"
+    )
     return Check("samples", "pass" if equal else "fail", number, advice, values)
 
 
@@ -226,8 +227,8 @@ def doctor_checks(config: RunConfig, settings: Settings) -> Iterator[Check]:
         for result in run_doctor(config, tiny=settings.tiny, ranks=False):
             seconds, started = time.perf_counter() - started, time.perf_counter()
             yield Check(result.name, result.verdict, result.number, result.advice, seconds=round(seconds, 2))
-    except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        if "`tastemaker download" in str(error):
+    except EXPECTED_ERRORS as error:
+        if NEEDS_DOWNLOAD in str(error):
             raise
         yield Check("doctor", "fail", reason=f"{type(error).__name__}: {error!s:.400}")
 
@@ -256,7 +257,7 @@ def opened(config: RunConfig, folder: Path) -> Iterator[Any]:
         run.engine.close()
 
 
-def model_sources(name: str, settings: Settings) -> Sequence[str]:
-    """The published weights that a model needs, by name."""
+def model_sources(name: str, settings: Settings) -> Sequence[WeightsSource]:
+    """The published weights that a model needs."""
     spec = load_spec(name) if name in list_models() else load(name).model
-    return [str(source) for source in with_local_weights(spec, settings.weights).sources]
+    return with_local_weights(spec, settings.weights).sources

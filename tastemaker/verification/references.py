@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..config.schema import RunConfig
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import ModelSpec, PipelineLayout
 from ..core.policy import Backbone, Guidance
 from ..core.randomness import Randomness
 from ..core.types import Placement
@@ -52,7 +52,6 @@ class PipelineReference:
     spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the tiny spec
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of tiny components
     components: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # tiny components that are not derived
-
 
 
 def clip_image_processor() -> Any:
@@ -161,6 +160,14 @@ def why_not_compared(kind: str, spec: ModelSpec) -> str:
     return "" if layout is not None and layout.pipeline_class else "its spec has no layout that names a pipeline"
 
 
+def load_pipeline_class(layout: PipelineLayout) -> Any:
+    """The pipeline's class in diffusers."""
+    import diffusers
+
+    with silence_libraries():  # some pipelines would use an image processor that needs torchvision
+        return getattr(diffusers, layout.pipeline_class)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A model, its process and guidance, and the pipeline that should sample the same."""
@@ -233,7 +240,10 @@ class Comparison:
         if isinstance(distilled, tuple):
             candidates |= {"min_guidance_scale": distilled[0], "max_guidance_scale": distilled[1]}
         if "true_cfg_scale" in self.parameters and self.guidance is not None:
-            candidates |= {"true_cfg_scale": scale, "negative_prompt": [self.guidance.negative_prompt] * len(self.prompts)}
+            candidates |= {
+                "true_cfg_scale": scale,
+                "negative_prompt": [self.guidance.negative_prompt] * len(self.prompts),
+            }
         if "max_text_tokens" in names:
             candidates["max_sequence_length"] = settings.max_text_tokens
         if "fps" in names:
@@ -283,7 +293,7 @@ def prepare_comparison(
     spec = cast(PublishedSpec, config.model)
     layout = spec.layout
     assert layout is not None and isinstance(config.process, GaussianProcess)
-    pipeline_class = getattr(diffusers, layout.pipeline_class)
+    pipeline_class = load_pipeline_class(layout)
     if tiny:
         small: Any = replace(cast(Any, spec.tiny()), **reference.spec)
         pipeline = build_pipeline_of(small, pipeline_class, reference)
@@ -322,9 +332,7 @@ def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReferen
     return build_tiny_pipeline(pipeline_class, configs, reference.scheduler, settings, reference.components)
 
 
-def with_dynamic_shift(
-    process: GaussianProcess, pipeline: Any, spec: ModelSpec, component: str
-) -> GaussianProcess:
+def with_dynamic_shift(process: GaussianProcess, pipeline: Any, spec: ModelSpec, component: str) -> GaussianProcess:
     """The process with the timestep shift that the pipeline's scheduler computes from the number of image tokens."""
     config, path = pipeline.scheduler.config, process.path
     if not isinstance(path, RectifiedFlow) or not config.get("use_dynamic_shifting"):

@@ -166,7 +166,11 @@ def _fit_vocabulary(config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     if len(tokenizer) <= config.get("vocab_size", 0):
         return config
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return {**config, "vocab_size": len(tokenizer), **{name: number for name, number in ids.items() if number is not None}}
+    return {
+        **config,
+        "vocab_size": len(tokenizer),
+        **{name: number for name, number in ids.items() if number is not None},
+    }
 
 
 def save_tiny_pipeline(pipeline: Any, folder: Path) -> Path:
