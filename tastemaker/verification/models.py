@@ -32,7 +32,7 @@ from .local_weights import with_local_weights
 from .references import Comparison, find_reference, load_pipeline_class, prepare_comparison, why_not_compared
 from .report import EXPECTED_ERRORS, NEEDS_DOWNLOAD, Check, Settings
 
-# Largest difference of latents over the largest number of the reference, and of pixels. Large networks amplify rounding.
+# Largest difference of latents over the largest number of the reference, and of pixels. Large networks round more.
 TOLERANCES = {"tiny": 5e-5, "fp32": 1e-3, "bf16": 5e-2}
 COMPARED = ("samples",)  # checks that must pass for `matched`
 TRAINED_PROMPTS = {  # of models that do not read free text
@@ -71,7 +71,7 @@ def default_part(kind: str) -> str:
 
 
 def load_config(name: str, settings: Settings, folder: Path) -> RunConfig:
-    """The run that verifies a model: LoRA with NFT or GRPO on brightness; of a recipe, its own objective and rewards."""
+    """The run that verifies a model: LoRA with NFT or GRPO on brightness; a recipe has its own objective and rewards."""
     common = [
         "sample.every=0",
         "guard.every=0",

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("reference_scores.json")
 
 @dataclass(frozen=True)
 class ReferenceScore:
-    """What somebody stated about a reward's scores. Without `scores` it cannot be compared, because images are missing."""
+    """What somebody stated about a reward's scores; it cannot be compared without `scores`."""
 
     reward: str  # its registered name
     source: str  # who stated it, and where

@@ -77,7 +77,8 @@ def _tasks_of(name: str) -> list[Task]:
         config = load_any_config(name)
         if not isinstance(config, RunConfig):
             raise ConfigError(
-                f"verify: the recipe '{name:.60}' trains no generator; give one that does, or a model or reward [TM2255]"
+                f"verify: the recipe '{name:.60}' trains no generator; give one that does, or a model or reward "
+                "[TM2255]"
             )
         return [Task("model", name), *(Task("reward", _reward_name(each.spec)) for each in config.rewards.values())]
     known = [*models.list_models(), *MODELS, *REWARDS, *list_trainable_recipes()]
