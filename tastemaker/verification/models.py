@@ -70,14 +70,15 @@ def default_part(kind: str) -> str:
     return next((name for name in same if name.replace("-", "_") == kind), same[0])
 
 
-def load_config(name: str, settings: Settings, folder: Path) -> RunConfig:
-    """The run that verifies a model: LoRA with NFT or GRPO on brightness; a recipe has its own objective and rewards."""
+def load_config(name: str, settings: Settings, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that verifies a model: LoRA with NFT or GRPO on brightness; recipes keep their objective and rewards."""
     common = [
         "sample.every=0",
         "guard.every=0",
         f"steps={settings.steps}",
         f"engine.device={settings.device}",
         f"output_dir={folder}",
+        *overrides,
     ]
     tuning = [] if settings.full else ["tuning={type: lora}"]
     if name not in list_models():

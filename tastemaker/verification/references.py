@@ -52,6 +52,7 @@ class PipelineReference:
     spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the tiny spec
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of tiny components
     components: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # tiny components that are not derived
+    make: Callable[[Any], Any] | None = None  # the whole tiny pipeline of a spec, if too little of it is derived
 
 
 def clip_image_processor() -> Any:
@@ -317,6 +318,8 @@ def prepare_comparison(
 
 def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReference) -> Any:
     """A pipeline of random weights for a tiny spec."""
+    if reference.make is not None:
+        return reference.make(spec)
     tiny_configs = spec.published.tiny_configs
     trained = spec.layout.components
     configs = {

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..core.policy import Backbone
-from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..models.pretrained import silence_libraries
-from ..processes.gaussian import GaussianProcess
 from ..rewards.backbones.tokenizers import tiny_clip_tokenizer
 
 # Of `byte_clip_tokenizer`.
@@ -82,25 +76,6 @@ def random_network(network_class: Any, config: Any, seed: int = 0) -> Any:
         for weights in net.parameters():
             weights.add_(PERTURBATION * torch.randn_like(weights))
     return net.eval()
-
-
-@dataclass(frozen=True)
-class FixedNoise:
-    """A stand-in for `Randomness` that returns fixed starting noise."""
-
-    noise: Tensor
-
-    def normal(self, name: str, *shape: int) -> Tensor:
-        assert name == "start" and self.noise.shape[1:] == shape
-        return self.noise
-
-
-@torch.no_grad()
-def sample_latents(model: Backbone, process: GaussianProcess, prompts: list[str], noise: Tensor) -> Tensor:
-    """Sample clean latents from the given starting noise: [B, ...]."""
-    fixed: Any = FixedNoise(noise)
-    rng: Randomness = fixed
-    return process.start(model, model.embed(prompts), rng).finish().final
 
 
 def build_tiny_pipeline(
@@ -171,10 +146,3 @@ def _fit_vocabulary(config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         "vocab_size": len(tokenizer),
         **{name: number for name, number in ids.items() if number is not None},
     }
-
-
-def save_tiny_pipeline(pipeline: Any, folder: Path) -> Path:
-    """Write a pipeline as its published folder would be."""
-    with silence_libraries():
-        pipeline.save_pretrained(folder)
-    return folder
