@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -158,8 +159,9 @@ def _verify(task: Task, settings: Settings, entry: Entry) -> Entry:
         sources = (models.model_sources if is_model else rewards.reward_sources)(task.name, settings)
         if missing := missing_sources(sources):
             part = f"models/{task.name}" if is_model and task.name in models.list_models() else task.name
-            command = f"`tastemaker download {part if not part.startswith('{') else missing[0]}`"
-            return replace(entry, reason=f"{missing[0]} ({missing[0].size}) is not on this machine; run {command}")
+            files = ", ".join(f"{source} ({source.size})" for source in missing)
+            command = f"`tastemaker download {shlex.quote(part)}`"
+            return replace(entry, reason=f"missing on this machine: {files}; run {command}")
     verify: Callable[[str, Settings], Iterator[Check]]
     verify, compared = (
         (models.verify_model, models.COMPARED) if task.kind == "model" else (rewards.verify_reward, rewards.COMPARED)
