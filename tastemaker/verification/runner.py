@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -136,7 +137,8 @@ def verify_task(task: Task, settings: Settings) -> Entry:
     )
     reset_peak_memory(placement.device)
     try:
-        entry = _verify(task, settings, entry)
+        with warnings.catch_warnings(action="ignore"):  # about settings that a user would not have chosen
+            entry = _verify(task, settings, entry)
     except EXPECTED_ERRORS as error:
         message = explain_error(error) or f"{type(error).__name__}: {error}"
         status = "not tried" if NEEDS_DOWNLOAD in message else "failed"
