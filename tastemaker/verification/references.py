@@ -6,6 +6,7 @@ the classes of all components and the arguments of its call; from the scheduler 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,18 @@ from ..models.pipeline_components import PublishedSpec, dynamic_shift
 from ..models.pretrained import find_weights, silence_libraries
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
-from .tiny_pipelines import build_tiny_pipeline
+from .tiny_pipelines import build_tiny_pipeline, byte_chat_tokenizer
 
 PROMPTS = ("a red cat on a mat", "two blue dogs")
 FLOW, DDIM, EULER = "FlowMatchEulerDiscreteScheduler", "DDIMScheduler", "EulerDiscreteScheduler"
 STABLE_DIFFUSION = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SD_DDIM = {"_class_name": DDIM, **STABLE_DIFFUSION, "steps_offset": 1, "clip_sample": False, "set_alpha_to_one": False}
 FLUX_SCHEDULER = {"_class_name": FLOW, "use_dynamic_shifting": True, "shift": 3.0}
-TWICE_SHIFTED = {"sigma_min": 0.002994012}  # 0.001 shifted by 3, at which diffusers' scheduler begins its last step
+
+
+def twice_shifted(shift: float) -> Callable[[Any], Mapping[str, Any]]:
+    """The path of diffusers' flow scheduler with its own timesteps: its last step begins at a shifted 0.001."""
+    return lambda spec: {"sigma_min": shift * 0.001 / (1 + (shift - 1) * 0.001)}
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,16 @@ class PipelineReference:
     """
 
     scheduler: Mapping[str, Any] = field(default_factory=lambda: {"_class_name": FLOW})
-    path: Mapping[str, Any] = field(default_factory=dict)  # settings of our path that the scheduler implies
+    path: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # settings of our path that the scheduler implies
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
+    settings: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # of the tiny pipeline, beside components
     latents: Callable[[Tensor], Tensor] | None = None  # ours [B, *shape] in the pipeline's layout; None: by its rules
+    returns_latents: bool = True  # False: in a layout of its own, so that only pixels are compared
     prompts: Sequence[str] = PROMPTS
     spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the tiny spec
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of tiny components
     components: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # tiny components that are not derived
+    classes: Mapping[str, str] = field(default_factory=dict)  # of transformers, where a signature names a base class
     make: Callable[[Any], Any] | None = None  # the whole tiny pipeline of a spec, if too little of it is derived
 
 
@@ -63,14 +71,40 @@ def clip_image_processor() -> Any:
     return processor_class()
 
 
+QWEN3_READER: dict[str, Any] = {
+    "components": {"tokenizer": byte_chat_tokenizer},
+    "classes": {"text_encoder": "Qwen3Model"},
+}
+KLEIN = PipelineReference(
+    FLUX_SCHEDULER,
+    path=lambda spec: {"flux2_tokens": spec.height * spec.width // 256},
+    call={
+        "text_encoder_out_layers": (1, 2, 3),
+        "guidance_scale": 1.0,
+    },  # of the tiny text encoder, quarters of its layers as published
+    returns_latents=False,
+    spec={"height": 64, "width": 64, "max_text_tokens": 48},
+    **QWEN3_READER,
+)
+
+
 # By the name of a part in recipes/base/models, or else by the model's type.
 REFERENCES: dict[str, PipelineReference] = {
     "flux": PipelineReference(FLUX_SCHEDULER),
     "flux-schnell": PipelineReference(
         {"_class_name": FLOW, "shift": 1.0}, configs={"transformer": {"guidance_embeds": False}}
     ),
+    "flux2-klein": KLEIN,
+    "flux2-klein-base": replace(KLEIN, call={**KLEIN.call, "guidance_scale": 4.0}),
     "flux_kontext": PipelineReference(FLUX_SCHEDULER, call={"_auto_resize": False}),
-    "sd3": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=TWICE_SHIFTED),
+    "sana": PipelineReference(
+        {"_class_name": FLOW, "shift": 3.0},
+        path=twice_shifted(3.0),
+        call={"use_resolution_binning": False},
+        spec={"max_text_tokens": 40},
+        classes={"text_encoder": "Gemma2Model"},
+    ),
+    "sd3": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=twice_shifted(3.0)),
     "sd15": PipelineReference(SD_DDIM),
     "sdxl": PipelineReference(
         {"_class_name": EULER, **STABLE_DIFFUSION, "steps_offset": 1, "timestep_spacing": "leading"}
@@ -88,8 +122,20 @@ REFERENCES: dict[str, PipelineReference] = {
         },
         spec={"max_text_tokens": 180},  # the published template alone has more bytes than tiny specs read
     ),
-    "wan": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=TWICE_SHIFTED),
-    "wan22": PipelineReference({"_class_name": FLOW, "shift": 12.0}, path={"sigma_min": 0.012 / 1.011}),
+    "wan": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=twice_shifted(3.0)),
+    "z-image": PipelineReference(
+        {"_class_name": FLOW, "shift": 6.0},
+        call={"guidance_scale": 4.0, "negative_prompt": ["", ""]},
+        spec={"max_text_tokens": 40},
+        **QWEN3_READER,
+    ),
+    "z-image-turbo": PipelineReference(
+        {"_class_name": FLOW, "shift": 3.0},
+        call={"guidance_scale": 0.0},
+        spec={"max_text_tokens": 40},
+        **QWEN3_READER,
+    ),
+    "wan22": PipelineReference({"_class_name": FLOW, "shift": 12.0}, path=twice_shifted(12.0)),
     "cogvideox": PipelineReference(
         {
             "_class_name": "CogVideoXDDIMScheduler",
@@ -151,6 +197,11 @@ UNCOMPARED: dict[str, str] = {
 def find_reference(part: str, kind: str) -> PipelineReference:
     """The entry of a part such as wan22, else that of its model's type, else one that is derived completely."""
     return REFERENCES.get(part) or REFERENCES.get(kind) or PipelineReference()
+
+
+def is_listed(part: str, kind: str) -> bool:
+    """Whether a model has an entry, so that a failing comparison is a failure of the model."""
+    return part in REFERENCES or kind in REFERENCES
 
 
 def why_not_compared(kind: str, spec: ModelSpec) -> str:
@@ -250,9 +301,9 @@ class Comparison:
         if "fps" in names:
             candidates["frame_rate"] = settings.fps
         if self.takes_image:
-            candidates |= {"image": self.images(), "max_area": settings.height * settings.width}
+            candidates |= {"image": self.images()[0], "max_area": settings.height * settings.width}
         chosen = {name: value for name, value in candidates.items() if name in self.parameters}
-        return {**chosen, **self.reference.call}
+        return {**chosen, **copy.deepcopy(dict(self.reference.call))}  # some pipelines change lists of prompts
 
     @torch.no_grad()
     def sample_ours(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,16 +318,18 @@ class Comparison:
         return rollout.start, final, model.decode(final).float()
 
     @torch.no_grad()
-    def sample_reference(self, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents and pixels of diffusers' pipeline from the same noise."""
+    def sample_reference(self, start: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Latents, if the pipeline returns those of its argument's layout, and pixels from the same noise."""
         noise = self.latents(start).to(self.placement.dtype)
         name = "images" if self.spec.frames == 1 else "frames"
+
+        def sample(kind: str) -> Tensor:
+            output = self.pipeline(latents=noise.clone(), output_type=kind, **self.call_options())
+            samples: Tensor = getattr(output, name)
+            return samples.float()
+
         with silence_libraries():
-            sampled = [
-                getattr(self.pipeline(latents=noise.clone(), output_type=kind, **self.call_options()), name)
-                for kind in ("latent", "pt")
-            ]
-        return sampled[0].float(), sampled[1].float()
+            return sample("latent") if self.reference.returns_latents else None, sample("pt")
 
 
 def prepare_comparison(
@@ -311,8 +364,9 @@ def prepare_comparison(
             scheduler_class = getattr(diffusers, options.pop("_class_name"))
             pipeline.scheduler = scheduler_class.from_config(pipeline.scheduler.config, **options)
     process = config.process.with_num_steps(sampling_steps).deterministic()
-    process = replace(process, path=replace(process.path, **reference.path))
     process = with_dynamic_shift(process, pipeline, spec, layout.component)
+    path: Any = process.path
+    process = replace(process, path=replace(path, **reference.path(spec)))
     return Comparison(reference, spec, process, config.guidance, pipeline, placement)
 
 
@@ -320,8 +374,7 @@ def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReferen
     """A pipeline of random weights for a tiny spec."""
     if reference.make is not None:
         return reference.make(spec)
-    tiny_configs = spec.published.tiny_configs
-    trained = spec.layout.components
+    tiny_configs, trained = spec.components(Placement()).configs, spec.layout.components
     configs = {
         name: {**config, **reference.configs.get(name, {})}
         for name, config in tiny_configs.items()
@@ -331,8 +384,10 @@ def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReferen
     settings = {name: getattr(spec, name) for name in inspect.signature(pipeline_class).parameters if name in names}
     if "requires_safety_checker" in inspect.signature(pipeline_class).parameters:
         settings["requires_safety_checker"] = False
-    settings = {name: value for name, value in settings.items() if name not in configs}
-    return build_tiny_pipeline(pipeline_class, configs, reference.scheduler, settings, reference.components)
+    settings = {name: value for name, value in settings.items() if name not in configs} | dict(reference.settings(spec))
+    return build_tiny_pipeline(
+        pipeline_class, configs, reference.scheduler, settings, reference.components, reference.classes
+    )
 
 
 def with_dynamic_shift(process: GaussianProcess, pipeline: Any, spec: ModelSpec, component: str) -> GaussianProcess:

@@ -19,17 +19,6 @@ Status = Literal["matched", "runs", "failed", "not tried"]
 Kind = Literal["model", "reward"]
 FORMAT = 1  # of the file
 NEEDS_DOWNLOAD = "`tastemaker download"  # in the message of a loader that did not find published weights
-# Errors of what is verified; others are errors of the verification.
-EXPECTED_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    NotImplementedError,
-    OSError,
-)
 DONE = ("matched", "runs")
 COLORS: dict[Status, str] = {"matched": "green", "runs": "cyan", "failed": "red", "not tried": "yellow"}
 

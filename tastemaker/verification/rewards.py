@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..rewards.group import WinRateReward
 from ..training.precision import choose_placement
 from .local_weights import with_local_weights
 from .reference_scores import ReferenceScore, load_reference_scores
-from .report import EXPECTED_ERRORS, NEEDS_DOWNLOAD, Check, Settings
+from .report import NEEDS_DOWNLOAD, Check, Settings
 
 COMPARED = ("published scores",)  # checks that must pass for `matched`
 PROMPTS = ('a photo of a red dog and a sign that says "exit"', 'a photo of a blue dog and a sign that says "exit"')
@@ -130,7 +130,7 @@ def verify_reward(name: str, settings: Settings) -> Iterator[Check]:
         test = RewardTest(scored, rubric, EXAMPLES.get(kind, RewardExample()), placement.device)
         with torch.no_grad():
             scores = test.score(test.pixels)
-        checks = (
+        checks: tuple[Callable[[], Check], ...] = (
             lambda: test.check_scores(scores),
             lambda: test.check_repetition(scores),
             lambda: test.check_single_samples(scores),
@@ -141,7 +141,7 @@ def verify_reward(name: str, settings: Settings) -> Iterator[Check]:
             result = check()
             seconds, started = time.perf_counter() - started, time.perf_counter()
             yield replace(result, seconds=round(seconds, 2))
-    except EXPECTED_ERRORS as error:
+    except Exception as error:  # whatever a library raises is a result
         if NEEDS_DOWNLOAD in str(error):
             raise
         yield Check("scores", "fail", reason=f"{type(error).__name__}: {error!s:.400}")

@@ -32,10 +32,10 @@ def byte_clip_tokenizer() -> Any:
 
 def byte_t5_tokenizer() -> Any:
     """A T5 tokenizer whose vocabulary is single characters."""
-    from transformers import T5TokenizerFast
+    import transformers
 
     characters = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
-    tokenizer_class: Any = T5TokenizerFast
+    tokenizer_class: Any = transformers.T5Tokenizer
     vocab = [(character, -1.0 - 0.01 * index) for index, character in enumerate(characters)]
     return tokenizer_class(vocab=vocab, extra_ids=0)
 
@@ -57,6 +57,20 @@ def byte_qwen_tokenizer() -> Any:
     tokenizer_class: Any = Qwen2Tokenizer
     letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
     return tokenizer_class(vocab=letters, merges=[])
+
+
+CHAT_TEMPLATE = (  # with `content` as text, or as a list of parts
+    "{% for message in messages %}<{{ message.role }}>"
+    "{{ message.content if message.content is string else message.content[0].text }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{{ '-' if enable_thinking is defined and not enable_thinking }}{% endif %}"
+)
+
+
+def byte_chat_tokenizer() -> Any:
+    """`byte_qwen_tokenizer` with a short chat template."""
+    tokenizer = byte_qwen_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 # By the class that a pipeline's signature names; the others get letters.
@@ -84,18 +98,22 @@ def build_tiny_pipeline(
     scheduler: Mapping[str, Any],
     settings: Mapping[str, Any],
     components: Mapping[str, Callable[[], Any]],
+    classes: Mapping[str, str],
 ) -> Any:
     """A pipeline of random networks with these configurations; their classes are those of the pipeline's signature.
 
     `scheduler` is the content of scheduler_config.json with its class under `_class_name`, `settings` are arguments of
-    the pipeline that are no components, and `components` make what cannot be derived.
+    the pipeline that are no components, `components` make what cannot be derived, and `classes` of transformers are for
+    components of which the signature names a base class only.
     """
     import diffusers
+    import transformers
 
     types, parameters = pipeline_class._get_signature_types(), inspect.signature(pipeline_class.__init__).parameters
     parts: dict[str, Any] = {name: make() for name, make in components.items()} | dict(settings)
-    remaining = {name: choices[0] for name, choices in types.items() if name not in parts}
     with silence_libraries():
+        derived = {name: choices[0] for name, choices in types.items() if name not in parts}
+        remaining = derived | {name: getattr(transformers, classes[name]) for name in derived if name in classes}
         for name, component_class in remaining.items():
             if name == "scheduler":
                 options = dict(scheduler)
