@@ -18,10 +18,11 @@ from PIL import Image
 from torch import Tensor
 
 from ..config.build import build, make_tiny
-from ..config.load import load
+from ..config.load import load, read_recipe
 from ..config.recipes import PARTS, recipe_paths
 from ..config.registries import MODELS, PROCESSES
 from ..config.schema import RunConfig
+from ..config.validate import build_component
 from ..core.cards import WeightsSource
 from ..core.model_spec import ModelSpec
 from ..diagnostics.doctor import run_doctor
@@ -59,8 +60,6 @@ def list_models() -> dict[str, str]:
 
 def model_type(part: str) -> str:
     """The registered name of the model in a part."""
-    from ..config.load import read_recipe
-
     return str(read_recipe(part)["model"]["type"])
 
 
@@ -68,6 +67,15 @@ def default_part(kind: str) -> str:
     """The name under which a model's type is verified: the part with its name, or else the first one of its type."""
     same = [name for name, other in list_models().items() if other == kind]
     return next((name for name in same if name.replace("-", "_") == kind), same[0])
+
+
+def find_part(name: str, spec: ModelSpec) -> str:
+    """The part that a recipe's model belongs to: the one with the same weights, or else that of its type."""
+    if name in list_models():
+        return name
+    kind = MODELS.name(type(spec))
+    same = [part for part, other in list_models().items() if other == kind and load_spec(part).weights == spec.weights]
+    return same[0] if same else default_part(kind) if kind in MODELS else kind
 
 
 def load_config(name: str, settings: Settings, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -113,9 +121,6 @@ def recipe_text(name: str, folder: Path) -> str:
 
 def load_spec(name: str) -> ModelSpec:
     """The spec of a part with its settings, or of a model's type with default settings."""
-    from ..config.load import read_recipe
-    from ..config.validate import build_component
-
     part = f"models/{name}"
     data = read_recipe(part)["model"] if part in recipe_paths() else {"type": name}
     spec: ModelSpec = build_component(ModelSpec, data, "verify")
@@ -148,11 +153,12 @@ def verify_model(name: str, settings: Settings) -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         config = load_config(name, settings, folder)
+        part = find_part(name, config.model)
         if not settings.tiny:
             config = replace(config, model=with_local_weights(config.model, settings.weights))
-        if isinstance(config.process, GaussianProcess):
+        yield run_timed("samples", lambda: check_samples(part, config, settings, folder, is_recipe=part != name))
+        if part == name and isinstance(config.process, GaussianProcess):  # a recipe may need its number of steps
             config = replace(config, process=config.process.with_num_steps(settings.sampling_steps))
-        yield run_timed("samples", lambda: check_samples(name, config, settings, folder))
         yield from doctor_checks(config, settings)
         yield run_timed("training", lambda: check_training(config, settings, folder / "run"))
 
@@ -169,7 +175,7 @@ def run_timed(name: str, check: Callable[[], Check]) -> Check:
     return replace(result, seconds=round(time.perf_counter() - started, 2))
 
 
-def check_samples(name: str, config: RunConfig, settings: Settings, folder: Path) -> Check:
+def check_samples(name: str, config: RunConfig, settings: Settings, folder: Path, *, is_recipe: bool = False) -> Check:
     """Sample the same prompts from the same noise with our sampler and with the library's pipeline."""
     kind = MODELS.name(type(config.model))
     reason = why_not_compared(kind, config.model)
@@ -186,6 +192,7 @@ def check_samples(name: str, config: RunConfig, settings: Settings, folder: Path
             tiny=settings.tiny,
             sampling_steps=settings.sampling_steps,
             placement=choose_placement(settings.device, precision),
+            derive_shift=settings.tiny or is_recipe,  # the settings of parts are the published ones
         )
         return compare(comparison, tolerance)
 

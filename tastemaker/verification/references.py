@@ -7,6 +7,7 @@ the classes of all components and the arguments of its call; from the scheduler 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,9 @@ class PipelineReference:
     scheduler: Mapping[str, Any] = field(default_factory=lambda: {"_class_name": FLOW})
     path: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # settings of our path that the scheduler implies
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
+    tiny_call: Mapping[str, Any] = field(default_factory=dict)  # those of a pipeline of random weights only
+    guidance_offset: float = 0.0  # the pipeline's scale of classifier-free guidance minus ours
+    is_distilled: bool = True  # False: the spec's guidance_scale is no input of this network
     settings: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # of the tiny pipeline, beside components
     latents: Callable[[Tensor], Tensor] | None = None  # ours [B, *shape] in the pipeline's layout; None: by its rules
     returns_latents: bool = True  # False: in a layout of its own, so that only pixels are compared
@@ -75,13 +79,18 @@ QWEN3_READER: dict[str, Any] = {
     "components": {"tokenizer": byte_chat_tokenizer},
     "classes": {"text_encoder": "Qwen3Model"},
 }
+Z_IMAGE = PipelineReference(
+    {"_class_name": FLOW, "shift": 6.0},
+    guidance_offset=-1.0,
+    call={"negative_prompt": ["", ""]},
+    spec={"max_text_tokens": 40},
+    **QWEN3_READER,
+)
 KLEIN = PipelineReference(
     FLUX_SCHEDULER,
     path=lambda spec: {"flux2_tokens": spec.height * spec.width // 256},
-    call={
-        "text_encoder_out_layers": (1, 2, 3),
-        "guidance_scale": 1.0,
-    },  # of the tiny text encoder, quarters of its layers as published
+    is_distilled=False,
+    tiny_call={"text_encoder_out_layers": (1, 2, 3)},  # quarters of the layers, as published
     returns_latents=False,
     spec={"height": 64, "width": 64, "max_text_tokens": 48},
     **QWEN3_READER,
@@ -95,7 +104,7 @@ REFERENCES: dict[str, PipelineReference] = {
         {"_class_name": FLOW, "shift": 1.0}, configs={"transformer": {"guidance_embeds": False}}
     ),
     "flux2-klein": KLEIN,
-    "flux2-klein-base": replace(KLEIN, call={**KLEIN.call, "guidance_scale": 4.0}),
+    "flux2-klein-base": KLEIN,
     "flux_kontext": PipelineReference(FLUX_SCHEDULER, call={"_auto_resize": False}),
     "sana": PipelineReference(
         {"_class_name": FLOW, "shift": 3.0},
@@ -123,18 +132,8 @@ REFERENCES: dict[str, PipelineReference] = {
         spec={"max_text_tokens": 180},  # the published template alone has more bytes than tiny specs read
     ),
     "wan": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=twice_shifted(3.0)),
-    "z-image": PipelineReference(
-        {"_class_name": FLOW, "shift": 6.0},
-        call={"guidance_scale": 4.0, "negative_prompt": ["", ""]},
-        spec={"max_text_tokens": 40},
-        **QWEN3_READER,
-    ),
-    "z-image-turbo": PipelineReference(
-        {"_class_name": FLOW, "shift": 3.0},
-        call={"guidance_scale": 0.0},
-        spec={"max_text_tokens": 40},
-        **QWEN3_READER,
-    ),
+    "z-image": Z_IMAGE,
+    "z-image-turbo": replace(Z_IMAGE, scheduler={"_class_name": FLOW, "shift": 3.0}, call={}),
     "wan22": PipelineReference({"_class_name": FLOW, "shift": 12.0}, path=twice_shifted(12.0)),
     "cogvideox": PipelineReference(
         {
@@ -228,8 +227,9 @@ class Comparison:
     spec: PublishedSpec
     process: GaussianProcess
     guidance: Guidance | None
-    pipeline: Any
+    pipeline: Any  # on the CPU until our model has left the device
     placement: Placement
+    tiny: bool
 
     @property
     def takes_image(self) -> bool:
@@ -279,14 +279,14 @@ class Comparison:
         settings: Any = self.spec
         names = {each.name for each in fields(settings)}
         scale = 1.0 if self.guidance is None else self.guidance.scale
-        distilled = settings.guidance_scale if "guidance_scale" in names else None
+        distilled = settings.guidance_scale if "guidance_scale" in names and self.reference.is_distilled else None
         candidates: dict[str, Any] = {
             "prompt": self.prompts,
             "height": settings.height,
             "width": settings.width,
             "num_frames": self.spec.frames,
             "num_inference_steps": self.process.num_steps,
-            "guidance_scale": distilled if isinstance(distilled, float) else scale,
+            "guidance_scale": distilled if isinstance(distilled, float) else scale + self.reference.guidance_offset,
             "generator": torch.Generator().manual_seed(settings.seed),  # of noise on an image
         }
         if isinstance(distilled, tuple):
@@ -303,7 +303,8 @@ class Comparison:
         if self.takes_image:
             candidates |= {"image": self.images()[0], "max_area": settings.height * settings.width}
         chosen = {name: value for name, value in candidates.items() if name in self.parameters}
-        return {**chosen, **copy.deepcopy(dict(self.reference.call))}  # some pipelines change lists of prompts
+        further = {**self.reference.call, **(self.reference.tiny_call if self.tiny else {})}
+        return {**chosen, **copy.deepcopy(further)}  # some pipelines change lists of prompts
 
     @torch.no_grad()
     def sample_ours(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,7 +329,9 @@ class Comparison:
             samples: Tensor = getattr(output, name)
             return samples.float()
 
+        gc.collect()
         with silence_libraries():
+            self.pipeline.to(self.placement.device)
             return sample("latent") if self.reference.returns_latents else None, sample("pt")
 
 
@@ -340,8 +343,12 @@ def prepare_comparison(
     tiny: bool,
     sampling_steps: int,
     placement: Placement,
+    derive_shift: bool = True,
 ) -> Comparison:
-    """Load the pipeline of published weights, or build one of random weights in `folder`."""
+    """Load the pipeline of published weights, or build one of random weights in `folder`.
+
+    With `derive_shift` our timestep shift is the pipeline's, so that a configuration with another one is not a failure.
+    """
     import diffusers
 
     spec = cast(PublishedSpec, config.model)
@@ -358,16 +365,17 @@ def prepare_comparison(
         weights = find_weights(spec.weights, spec.published.source(spec.weights))
         with silence_libraries():
             pipeline = pipeline_class.from_pretrained(weights, torch_dtype=placement.dtype, local_files_only=True)
-        pipeline.to(placement.device).set_progress_bar_config(disable=True)
+        pipeline.set_progress_bar_config(disable=True)
         if type(pipeline.scheduler).__name__ != reference.scheduler["_class_name"]:
             options = dict(reference.scheduler)
             scheduler_class = getattr(diffusers, options.pop("_class_name"))
             pipeline.scheduler = scheduler_class.from_config(pipeline.scheduler.config, **options)
     process = config.process.with_num_steps(sampling_steps).deterministic()
-    process = with_dynamic_shift(process, pipeline, spec, layout.component)
+    if derive_shift:
+        process = with_dynamic_shift(process, pipeline, spec, layout.component)
     path: Any = process.path
     process = replace(process, path=replace(path, **reference.path(spec)))
-    return Comparison(reference, spec, process, config.guidance, pipeline, placement)
+    return Comparison(reference, spec, process, config.guidance, pipeline, placement, tiny)
 
 
 def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReference) -> Any:
