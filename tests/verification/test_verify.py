@@ -16,13 +16,24 @@ from torch import Tensor
 from tastemaker.config.registries import MODELS, REWARDS
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
+from tastemaker.models.pretrained import silence_libraries
 from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.verification import models, rewards
-from tastemaker.verification.references import REFERENCES, UNCOMPARED, find_reference, prepare_comparison
+from tastemaker.verification.local_weights import with_local_weights
+from tastemaker.verification.references import (
+    REFERENCES,
+    STABLE_DIFFUSION,
+    UNCOMPARED,
+    build_pipeline_of,
+    find_reference,
+    load_pipeline_class,
+    prepare_comparison,
+)
 from tastemaker.verification.report import Entry, Settings, combine_status, read_report, write_report
 from tastemaker.verification.runner import Task, find_tasks, run_verification, verify_in_process, verify_task
 
 TINY = Settings(tiny=True, device="cpu")
+PNDM = {"_class_name": "PNDMScheduler", **STABLE_DIFFUSION, "steps_offset": 1, "skip_prk_steps": True}
 
 
 def checks_of(entry: Entry) -> dict[str, str]:
@@ -140,6 +151,23 @@ def test_other_files_and_formats_are_refused(tmp_path: Path) -> None:
     settings = replace(TINY, tiny=False, weights=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="TM2253"):
         models.model_sources("flux", settings)
+
+
+@pytest.mark.slow
+def test_a_published_folder_is_found_and_its_scheduler_is_converted(tmp_path: Path) -> None:
+    """The path of published weights, with a small folder in their place: PNDM of the folder becomes DDIM."""
+    reference = replace(find_reference("sd15", "sd15"), scheduler=PNDM)
+    spec = models.load_spec("sd15")
+    pipeline = build_pipeline_of(spec.tiny(), load_pipeline_class(spec.layout), reference)
+    with silence_libraries():
+        pipeline.save_pretrained(tmp_path / str(spec.weights))
+    settings = replace(TINY, tiny=False, weights=str(tmp_path))
+    config = models.load_config("sd15", settings, tmp_path, ["model.height=64", "model.width=64"])
+    assert not models.model_sources("sd15", settings)
+    config = replace(config, model=with_local_weights(config.model, settings.weights))
+    check = models.check_samples("sd15", config, settings, tmp_path)
+    assert check.verdict == "pass" and check.values["tolerance"] == 1e-3, check.reason
+    assert check.values["latents_relative"] < 5e-5
 
 
 @pytest.mark.slow
