@@ -61,7 +61,7 @@ def models_table() -> str:
                 f"`{list_models()[name]}`, {PROCESSES.name(spec.process_type)}",
                 ", ".join(find_tasks(spec)),
                 measured.get("size") or describe_size(spec),
-                f"{measured['peak'] / GIB:.0f} GiB" if measured.get("peak", 0) >= GIB else "-",
+                f"{measured['peak'] / GIB:.1f} GiB" if measured else "-",
                 "yes" if spec.supports_context_parallel else "no",
                 ", ".join(export_targets(spec)) or "-",
                 "; ".join(f"{source.size}, {source.license}" for source in spec.sources[:1]) or "included, or your own",
