@@ -136,6 +136,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "training.loggers",
     ),
     WORKFLOWS,
+    ("verification",),
     ("studio",),
     ("compat",),  # formats of other projects; the package root registers it, and nothing else imports it
     ("cli",),

@@ -11,43 +11,11 @@ from torch import Tensor
 from tastemaker.core.policy import Backbone
 from tastemaker.core.randomness import Randomness
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
-
-# Of `byte_clip_tokenizer`.
-CLIP_TOKENS = {
-    "vocab_size": 514,
-    "bos_token_id": 512,
-    "eos_token_id": 513,
-    "pad_token_id": 513,
-}
-T5_VOCAB_SIZE = 128  # of `byte_t5_tokenizer`, rounded up
-
-
-def byte_clip_tokenizer() -> Any:
-    """A CLIP tokenizer whose vocabulary is single bytes."""
-    tokenizer = tiny_clip_tokenizer()
-    tokenizer.model_max_length = 77
-    return tokenizer
-
-
-def byte_t5_tokenizer() -> Any:
-    """A T5 tokenizer whose vocabulary is single characters."""
-    from transformers import T5TokenizerFast
-
-    characters = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
-    tokenizer_class: Any = T5TokenizerFast
-    vocab = [(character, -1.0 - 0.01 * index) for index, character in enumerate(characters)]
-    return tokenizer_class(vocab=vocab, extra_ids=0)
-
-
-def random_network(network_class: Any, config: Any, seed: int = 0) -> Any:
-    """A network with noise added to every parameter, including those initialized to zero or one."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        net = network_class(**config) if isinstance(config, dict) else network_class(config)
-        for weights in net.parameters():
-            weights.add_(0.05 * torch.randn_like(weights))
-    return net.eval()
+from tastemaker.verification.tiny_pipelines import CLIP_TOKENS as CLIP_TOKENS
+from tastemaker.verification.tiny_pipelines import T5_VOCAB_SIZE as T5_VOCAB_SIZE
+from tastemaker.verification.tiny_pipelines import byte_clip_tokenizer as byte_clip_tokenizer
+from tastemaker.verification.tiny_pipelines import byte_t5_tokenizer as byte_t5_tokenizer
+from tastemaker.verification.tiny_pipelines import random_network as random_network
 
 
 def make_flux_pipeline(*, distilled: bool) -> Any:

@@ -27,7 +27,6 @@ from transformers import (
     Qwen2_5_VLTextModel,
     T5Config,
     T5EncoderModel,
-    T5Tokenizer,
     UMT5Config,
     UMT5EncoderModel,
 )
@@ -44,11 +43,7 @@ from tastemaker.models.wan import WanSpec
 from tastemaker.models.wan_i2v import WanI2VSpec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
-
-
-def t5_tokenizer() -> T5Tokenizer:
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\N{LOWER ONE EIGHTH BLOCK}", -2.0)]
-    return T5Tokenizer(vocab=[*pieces, *((chr(97 + i), -3.0) for i in range(26))], extra_ids=0)
+from tastemaker.verification.tiny_pipelines import letter_t5_tokenizer as t5_tokenizer
 
 
 def wan_pipeline(two_stages: bool) -> Any:

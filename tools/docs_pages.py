@@ -10,6 +10,7 @@ import ast
 import json
 import posixpath
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,9 @@ from tastemaker.config.load import load_any_config, read_recipe
 from tastemaker.config.recipes import PARTS, RECIPES, list_trainable_recipes, recipe_paths
 from tastemaker.config.yaml_io import render_yaml
 from tastemaker.core.registry import Registry
+
+sys.path.append(str(Path(__file__).resolve().parent))  # MkDocs imports this file alone
+from model_pages import expand_markers
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -644,6 +648,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     target = page.file.src_uri
     if target not in config.extra["generated_pages"]:
-        markdown = adapt_links(markdown, f"docs/{target}", target, config.repo_url)
+        markdown = adapt_links(expand_markers(markdown), f"docs/{target}", target, config.repo_url)
     markdown = re.sub(r"^```console$", "```bash", markdown, flags=re.MULTILINE)
     return link_recipes(markdown, target)

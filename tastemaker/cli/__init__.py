@@ -32,6 +32,7 @@ from . import (
     studio,
     sweep,
     train,
+    verify,
     vlm,
     votes,
 )
@@ -66,6 +67,7 @@ GROUPS = (
     data,
     vlm,
     diagnose,
+    verify,
 )
 for group in GROUPS:
     app.add_typer(group.app)

@@ -1,0 +1,168 @@
+"""Tables about models and rewards for the documentation, from specs, layouts, objectives and results of verification.
+
+`tools/docs_pages.py` puts them in the place of lines such as `<!-- generated: models -->` while the site is built, so
+that a new model appears by itself. Memory comes from model_memory.json, which `tools/model_memory.py` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tastemaker.config.registries import OBJECTIVES, PROCESSES, REWARDS
+from tastemaker.core.model_spec import ModelSpec
+from tastemaker.verification.models import list_models, load_spec, reads_image
+from tastemaker.verification.report import Entry, read_report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "verification"  # files of `tastemaker verify`
+MEMORY = Path(__file__).with_name("model_memory.json")
+MARKER = re.compile(r"^<!-- generated: ([a-z ]+) -->$", re.MULTILINE)
+NOBODY = "nobody"
+SHOWN = {"matched": "matched", "runs": "runs", "failed": "**failed**"}
+GIB = 2**30
+
+
+def expand_markers(text: str) -> str:
+    """The text of a page with its generated tables."""
+    return MARKER.sub(lambda match: TABLES[match[1]](), text)
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+# Models
+
+
+@cache
+def published_models() -> dict[str, ModelSpec]:
+    """The specs of all models but the toys, by the name of their part or type."""
+    return {name: load_spec(name) for name, kind in list_models().items() if not kind.startswith("toy_")}
+
+
+def models_table() -> str:
+    """One line per model: what it generates, memory, ranks, exports, and who verified it."""
+    memory = json.loads(MEMORY.read_text(encoding="utf-8"))["models"] if MEMORY.is_file() else {}
+    results = latest_entries("model")
+    head = ["model", "family", "tasks", "size", "memory", "context parallel", "export", "weights", "verified"]
+    rows = []
+    for name, spec in published_models().items():
+        measured = memory.get(name, {})
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{list_models()[name]}`, {PROCESSES.name(spec.process_type)}",
+                ", ".join(find_tasks(spec)),
+                measured.get("size") or describe_size(spec),
+                f"{measured['peak'] / GIB:.1f} GiB" if measured else "-",
+                "yes" if spec.supports_context_parallel else "no",
+                ", ".join(export_targets(spec)) or "-",
+                "; ".join(f"{source.size}, {source.license}" for source in spec.sources[:1]) or "included, or your own",
+                describe_result(results.get((name, False))),
+            ]
+        )
+    return table(head, rows)
+
+
+def find_tasks(spec: ModelSpec) -> list[str]:
+    """What a model generates, and from what."""
+    settings: Any = spec
+    names = {each.name for each in fields(settings)}
+    target = "video" if spec.frames > 1 else "image"
+    if "conditioning" in names and settings.conditioning != "caption":
+        return [f"class-to-{target}"]
+    if not reads_image(spec):
+        return [f"text-to-{target}"]
+    from_image = "image-to-video" if target == "video" else "editing"
+    return [from_image] if spec.needs_initial_image else [f"text-to-{target}", from_image]
+
+
+def describe_size(spec: ModelSpec) -> str:
+    """Width, height and frames of a sample."""
+    settings: Any = spec
+    names = {each.name for each in fields(settings)}
+    if {"height", "width"} <= names:
+        return describe_pixels(spec.frames, settings.height, settings.width)
+    return describe_pixels(spec.frames, settings.image_size, settings.image_size) if "image_size" in names else "-"
+
+
+def describe_pixels(frames: int, height: int, width: int) -> str:
+    return f"{width}x{height}" + (f", {frames} frames" if frames > 1 else "")
+
+
+def export_targets(spec: ModelSpec) -> list[str]:
+    """What loads an exported model or adapter."""
+    layout = spec.layout
+    if layout is None:
+        return ["diffusers"] if spec.converts_to_diffusers else []
+    targets = ["diffusers"] if layout.pipeline_class and layout.lora_loader != "tastemaker" else []
+    return targets + (["ComfyUI"] if layout.comfyui_lora_prefix else [])
+
+
+def objectives_table() -> str:
+    """The objectives that train each process, and what they need."""
+    rows = []
+    for name in PROCESSES:
+        process = PROCESSES.find(name)
+        working = [each for each in OBJECTIVES if issubclass(process, OBJECTIVES.find(each).needs)]
+        models = [f"`{model}`" for model, spec in published_models().items() if issubclass(spec.process_type, process)]
+        rows.append([f"`{name}`", ", ".join(f"`{each}`" for each in working), ", ".join(models)])
+    return table(["process", "objectives", "models"], rows)
+
+
+# Verification
+
+
+@cache
+def latest_entries(kind: str) -> dict[tuple[str, bool], Entry]:
+    """The newest result of each model or reward, by name and whether it had tiny weights."""
+    entries = [entry for path in sorted(RESULTS.glob("*.json")) for entry in read_report(path).entries]
+    newest = sorted((entry for entry in entries if entry.kind == kind), key=lambda entry: entry.date)
+    return {(entry.name, entry.tiny): entry for entry in newest if entry.status != "not tried"}
+
+
+def describe_result(entry: Entry | None) -> str:
+    """Status, device and date; `nobody` if nobody has tried."""
+    if entry is None:
+        return NOBODY
+    return f"{SHOWN[entry.status]} ({entry.device}, {entry.dtype}, {entry.date})"
+
+
+def describe_tiny(entry: Entry | None) -> str:
+    """What a comparison with tiny random weights found."""
+    if entry is None:
+        return "-"
+    return f"{SHOWN[entry.status]}: {entry.reason}" if entry.reason else SHOWN[entry.status]
+
+
+def verification_table(kind: str, names: Iterable[str]) -> str:
+    results = latest_entries(kind)
+    rows = [
+        [f"`{name}`", describe_result(results.get((name, False))), describe_tiny(results.get((name, True)))]
+        for name in names
+    ]
+    return table([kind, "published weights", "tiny random weights"], rows)
+
+
+def verified_versions() -> str:
+    """The versions with which the results were made."""
+    entries = [entry for kind in ("model", "reward") for entry in latest_entries(kind).values()]
+    versions = {(entry.device, tuple(sorted(entry.versions.items()))) for entry in entries}
+    lines = [(device, ", ".join(f"{name} {number}" for name, number in each)) for device, each in sorted(versions)]
+    return "\n".join(f"- {device}: {text}" for device, text in lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "models": models_table,
+    "objectives": objectives_table,
+    "verified models": lambda: verification_table("model", list_models()),
+    "verified rewards": lambda: verification_table("reward", REWARDS),
+    "verified versions": verified_versions,
+}
