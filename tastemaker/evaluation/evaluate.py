@@ -221,9 +221,8 @@ class SampleWriter:
     def _write(self, batch: Sequence[int], pixels: Tensor, cost: SearchCost) -> None:
         paths = [self.out / _image_name(self.benchmark, k) for k in batch]
         list(self._encoders.map(save_image, pixels, paths))
-        for prompt, path in {
-            self.benchmark.prompt_index(k): path for k, path in zip(batch, paths, strict=True)
-        }.items():
+        samples = {self.benchmark.prompt_index(k): path for k, path in zip(batch, paths, strict=True)}
+        for prompt, path in samples.items():
             metadata = self.benchmark.metadata[prompt]
             if metadata.get("image") is not None:
                 source = reference_images("image", [self.benchmark.prompts[prompt]], [metadata])[0][0]
