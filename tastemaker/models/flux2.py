@@ -75,6 +75,7 @@ FLUX2 = PublishedModel(
         **{source.hub: FLUX2_KLEIN_4B for source in SMALL},
         **{source.hub: FLUX2_KLEIN_9B for source in LARGE},
     },
+    few_steps={SMALL[0].hub: 4, LARGE[0].hub: 4},
 )
 DOUBLE, SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
 STREAMS = (("", "img"), ("_context", "txt"))

@@ -43,7 +43,9 @@ TINY_CONFIGS: ComponentConfigs = {
 }
 BASE = WeightsSource("Tongyi-MAI/Z-Image", size="20.5 GB", license="Apache-2.0")
 TURBO = WeightsSource("Tongyi-MAI/Z-Image-Turbo", size="33 GB", license="Apache-2.0")
-Z_IMAGE = PublishedModel("z_image", (BASE, TURBO), TINY_CONFIGS, {BASE.hub: CONFIGS, TURBO.hub: CONFIGS})
+Z_IMAGE = PublishedModel(
+    "z_image", (BASE, TURBO), TINY_CONFIGS, {BASE.hub: CONFIGS, TURBO.hub: CONFIGS}, few_steps={TURBO.hub: 8}
+)
 BLOCK = r"((?:layers|noise_refiner|context_refiner)\.\d+\.attention)\."
 KEY_RULES: KeyRules = (
     (r"all_x_embedder\.2-1\.", "x_embedder."),

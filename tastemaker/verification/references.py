@@ -113,6 +113,12 @@ REFERENCES: dict[str, PipelineReference] = {
         spec={"max_text_tokens": 40},
         classes={"text_encoder": "Gemma2Model"},
     ),
+    "sana_sprint": PipelineReference(
+        {"_class_name": "SCMScheduler"},
+        call={"use_resolution_binning": False},
+        spec={"max_text_tokens": 40},
+        classes={"text_encoder": "Gemma2Model"},
+    ),
     "sd3": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=twice_shifted(3.0)),
     "sd15": PipelineReference(SD_DDIM),
     "sdxl": PipelineReference(
