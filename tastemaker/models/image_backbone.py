@@ -18,6 +18,7 @@ from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Prompts, select_rows
 from ..data.image_io import read_image, to_uint8
 from ..data.image_io import resize_and_center_crop as resize_and_center_crop
+from ..data.metadata_images import read_metadata_images
 from .nets.gpt import is_sharded
 from .text_encoders import CachedTextEncoder, disable_autocast
 
@@ -182,18 +183,16 @@ def read_source_images(image: object) -> tuple[Tensor, ...]:
 
     `image` is a path, pixels [F, 3, H, W], or a list of those; None is no image. Of several frames the first is taken.
     """
-    if image is None:
+    if image is None or (isinstance(image, (list, tuple)) and not image):
         return ()
-    sources: list[Tensor] = []
-    for each in image if isinstance(image, (list, tuple)) else (image,):
-        pixels = read_image(Path(each)) if isinstance(each, (str, Path)) else each
-        if not isinstance(pixels, Tensor) or pixels.dim() != 4:
-            raise ValueError(
-                f"metadata: expected a path, pixels [F, 3, H, W] or a list of those as 'image', got "
-                f"{type(each).__name__}; correct 'image' [TM2450]"
-            )
-        sources.append(pixels[:1])
-    return tuple(sources)
+    sources = read_metadata_images(image)
+    if sources is None:
+        kinds = [type(each).__name__ for each in (image if isinstance(image, (list, tuple)) else [image])]
+        raise ValueError(
+            "metadata: expected a path, pixels [F, 3, H, W] or a list of those as 'image', got "
+            f"{', '.join(kinds):.80}; correct 'image' [TM2450]"
+        )
+    return tuple(source[None] for source in sources)
 
 
 def resize_with_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
