@@ -1,11 +1,13 @@
-"""Commands that examine a configuration before training: check, plan and doctor."""
+"""Commands that examine a configuration before training: check, plan, profile and doctor."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -237,6 +239,56 @@ def describe_step_time(steps: int, estimate: ResourceEstimate, tflops: float, tb
     total = steps * seconds
     time = f"{total / 3600:.1f} h" if total >= 360 else f"{total / 60:.1f} min"
     return f"A step takes {work}: {seconds:.2g} s at {speed}, {time} for {steps} steps."
+
+
+@app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker profile grpo-toy-flow --trace trace.json")
+def profile(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    tiny: Tiny = False,
+    device: RunDeviceOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured, after one that is not.")] = 3,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace of one step for https://ui.perfetto.dev.")] = None,
+    tflops: Annotated[float | None, typer.Option(min=1, help="Peak TFLOP/s of the GPU, for its utilization.")] = None,
+) -> None:
+    """Train a few steps without saving them; show where their time and memory go, and settings worth changing."""
+    from ..config.build import build, make_tiny
+    from ..config.load import load
+    from ..diagnostics.profile import profile_run, suggest_settings
+
+    config, console = load(recipe, merge_overrides(overrides, device)), make_console()
+    config = make_tiny(config) if tiny else config
+    config = replace(config, steps=max(config.steps, steps + 2))
+    with tempfile.TemporaryDirectory() as folder, ProgressBar(stderr_console()) as progress:
+        run = build(config, Path(folder))
+        progress.start("training", 1 + steps + (trace is not None), unit="steps")
+        result = profile_run(run, config, steps, trace, progress.advance)
+        run.engine.close()
+    table = Table("part of a step", "seconds", "share", title=f"{config.name}: {result.seconds:.3g} s per step")
+    for name, seconds in result.phases.items():
+        table.add_row(
+            "waiting for rewards" if name == "waiting" else name, f"{seconds:.3f}", f"{result.share(name):.0%}"
+        )
+    other = result.seconds - sum(result.phases.values())
+    table.add_row("other", f"{other:.3f}", f"{other / result.seconds:.0%}")
+    console.print(table)
+    memory = Table("memory", "GiB")
+    for name, count in result.memory.items():
+        memory.add_row(name, f"{count / GIB:.2f}")
+    if result.peak_memory and result.device_memory:
+        memory.add_row("peak on the GPU", f"{result.peak_memory / GIB:.1f} of {result.device_memory / GIB:.0f}")
+    console.print(memory)
+    if result.flops:
+        rate = result.flops / result.seconds / 1e12
+        share = f", {rate / tflops:.0%} of {tflops:g}" if tflops else ""
+        console.print(f"{rate:.3g} TFLOP/s{share}, counted by `tastemaker plan`.", highlight=False)
+    if trace is not None:
+        console.print(f"trace: {trace}; open it with https://ui.perfetto.dev", highlight=False, markup=False)
+    suggestions = suggest_settings(result, run, config)
+    console.print("Worth a try:" if suggestions else "No setting stands out.")
+    for each in suggestions:
+        console.print(f"  {each.setting}: {each.reason}", highlight=False, markup=False, soft_wrap=True)
+    print_next_steps(f"tastemaker train {shlex.join([recipe, *(overrides or [])])}")
 
 
 @app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker doctor grpo-toy-flow")

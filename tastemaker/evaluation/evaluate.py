@@ -174,9 +174,10 @@ def _generate_samples(
         for first in range(0, len(pending), workers.world_size):
             # A sharded network needs all workers in every call, so a worker without a batch repeats the last one.
             batch = pending[min(first + workers.rank, len(pending) - 1)]
-            pixels, cost = sample_fn(benchmark.batch([benchmark.prompt_index(k) for k in batch]), torch.tensor(batch))
+            prompts = benchmark.batch([benchmark.prompt_index(k) for k in batch])
+            pixels, cost = sample_fn(prompts, torch.tensor(batch))
             if first + workers.rank < len(pending):
-                writer.write(batch, pixels, cost)
+                writer.write(batch, prompts, pixels, cost)
             completed = _num_completed(benchmark, pending[first + workers.world_size :])
             yield StageProgress("samples", completed, benchmark.num_samples)
     workers.barrier()
@@ -208,28 +209,27 @@ class SampleWriter:
             self._thread.shutdown()
             self._encoders.shutdown()
 
-    def write(self, batch: Sequence[int], pixels: Tensor, cost: SearchCost) -> None:
+    def write(self, batch: Sequence[int], prompts: PromptBatch, pixels: Tensor, cost: SearchCost) -> None:
         """Begin to write a batch after the one before is written; a failure of that one is raised here."""
         self._finish()
-        self._writing = self._thread.submit(self._write, batch, pixels, cost)
+        self._writing = self._thread.submit(self._write, batch, prompts, pixels, cost)
 
     def _finish(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    def _write(self, batch: Sequence[int], pixels: Tensor, cost: SearchCost) -> None:
+    def _write(self, batch: Sequence[int], prompts: PromptBatch, pixels: Tensor, cost: SearchCost) -> None:
         paths = [self.out / _image_name(self.benchmark, k) for k in batch]
         list(self._encoders.map(save_image, pixels, paths))
-        samples = {self.benchmark.prompt_index(k): path for k, path in zip(batch, paths, strict=True)}
-        for prompt, path in samples.items():
-            metadata = self.benchmark.metadata[prompt]
+        for k, path, text, metadata in zip(batch, paths, prompts.prompts, prompts.metadata, strict=True):
             if metadata.get("image") is not None:
-                source = reference_images("image", [self.benchmark.prompts[prompt]], [metadata])[0][0]
+                source = reference_images("image", [text], [metadata])[0][0]
                 save_image(source[None], path.with_name(SOURCE_FILE))
             if self.benchmark.metadata_path:
+                prompt = self.benchmark.prompt_index(k)
                 file = self.out / self.benchmark.metadata_path.format(prompt=prompt)
-                write_text_atomically(file, json.dumps(metadata) + "\n")
+                write_text_atomically(file, json.dumps(self.benchmark.metadata[prompt]) + "\n")
         # Written after the images, so that its existence proves that they are complete.
         write_text_atomically(_batch_file(self.costs, batch), json.dumps(asdict(cost)))
 

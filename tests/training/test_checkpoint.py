@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tastemaker.config.schema import CheckpointConfig, OptimConfig
+from tastemaker.core.checkpoint_files import list_checkpoints
 from tastemaker.core.lora import LoraWeights
 from tastemaker.core.weights import FullWeights, Weights
 from tastemaker.training import checkpoint, optimizer
@@ -133,7 +134,7 @@ def test_old_checkpoint_counts_until_its_replacement_is_complete(tmp_path: Path)
     assert checkpoint.load(latest, engine, weights) == {"step": 4}
     save_checkpoints(tmp_path, 4)
     path.with_name("step-000004.old").mkdir()  # killed while it was deleted
-    assert checkpoint.list_checkpoints(path.parent) == [path]
+    assert list_checkpoints(path.parent) == [path]
     save_checkpoints(tmp_path, 4, 5)
     assert checkpoint_names(tmp_path) == ["step-000004", "step-000005"]
 
