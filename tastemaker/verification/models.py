@@ -130,7 +130,7 @@ def load_spec(name: str) -> ModelSpec:
 def reads_image(spec: ModelSpec) -> bool:
     """Whether the model continues or edits an image: the call of its pipeline has one."""
     layout = spec.layout
-    if layout is None or not layout.pipeline_class:
+    if layout is None or not layout.pipeline_class or layout.library != "diffusers":
         return spec.needs_initial_image
     return "image" in inspect.signature(load_pipeline_class(layout).__call__).parameters
 

@@ -187,6 +187,7 @@ REFERENCES: dict[str, PipelineReference] = {
 UNCOMPARED: dict[str, str] = {
     "dit": "a network of this package",
     "gpt": "a network of this package",
+    "janus": "transformers has no pipeline of it; the tests compare tokens, logits and pixels with its model",
     "latent_dit": "its network is compared with diffusers' DiT in the tests",
     "llamagen": "no library has its sampler; the tests compare tokens with recordings of the authors' code",
     "maskgit": "a network of this package",

@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from image_pipelines import make_qwen_21_pipeline
 from tiers import fast
 from torch import nn
 
@@ -41,7 +42,11 @@ def test_every_published_model_is_in_the_table() -> None:
 
 
 def make_pipeline(layout: PipelineLayout, components: dict[str, nn.Module]) -> Any:
-    """The pipeline of a layout with its trained components only."""
+    """The pipeline of a layout with its trained components only, if it can be made of these."""
+    if layout.pipeline_class == "QwenImage21Pipeline":  # reads its processor when it is made
+        pipeline = make_qwen_21_pipeline()
+        pipeline.register_modules(**components)
+        return pipeline
     pipeline_class: Any = getattr(diffusers, layout.pipeline_class)
     parameters = inspect.signature(pipeline_class.__init__).parameters.values()
     required = [p.name for p in parameters if p.name != "self" and p.default is p.empty and p.kind != p.VAR_KEYWORD]

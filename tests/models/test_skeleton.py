@@ -54,8 +54,8 @@ def test_recipe_is_valid(written: Any) -> None:
     ("pipeline", "todo"),
     [
         ("StableDiffusion3Pipeline", "pooled_prompt_embeds"),
-        ("QwenImagePipeline", "TODO"),
-        ("Flux2KleinPipeline", "TODO"),
+        ("QwenImagePipeline", "predict call the network"),
+        ("Flux2KleinPipeline", "beside the embeddings"),
     ],
 )
 def test_parity_test_says_what_is_left(written: Any, pipeline: str, todo: str, monkeypatch: pytest.MonkeyPatch) -> None:

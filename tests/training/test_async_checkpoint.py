@@ -17,6 +17,7 @@ from test_interruption import all_equal, kill_after
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
+from tastemaker.core.checkpoint_files import checkpoint_step
 from tastemaker.core.errors import CheckpointError
 from tastemaker.core.objective import SingleProcess
 from tastemaker.training import checkpoint
@@ -107,7 +108,7 @@ def test_random_kills_lose_only_the_unfinished_checkpoint(ranks: int, kills: int
         processes = launch("nft-toy-flow", killed, *settings, "checkpoint.asynchronous=true", ranks=ranks)
         last_printed = kill_after(processes, saved=rng.randint(1, 3), delay=rng.random() * 0.05)
         latest = checkpoint.latest_checkpoint(killed)
-        assert latest is not None and (checkpoint.checkpoint_step(latest) or 0) >= last_printed, f"kill {i}"
+        assert latest is not None and (checkpoint_step(latest) or 0) >= last_printed, f"kill {i}"
     finish(launch("nft-toy-flow", killed, *settings, "checkpoint.asynchronous=true", ranks=ranks))
     finish(launch("nft-toy-flow", whole, *settings, ranks=ranks))
     last = f"checkpoints/step-{5 * kills:06d}"
