@@ -201,7 +201,7 @@ def test_publishable_configuration_has_no_secrets_and_no_paths() -> None:
         "model": {"weights": "black-forest-labs/FLUX.1-dev", "transformer": f"{home}/flux/dit.safetensors"},
         "rewards": {
             "judge": {"type": "openai_judge", "urls": ["https://me:pw@host/v1?key=1"], "api_key_env": "OPENAI_API_KEY"},
-            "mine": {"type": "/work/secret/rewards.py:score", "api_key": "sk-" + "a" * 30, "token": "abc"},
+            "mine": {"type": "/home/me/secret/rewards.py:score", "api_key": "sk-" + "a" * 30, "token": "abc"},
         },
         "data": {"prompts": ["a cat / a dog", "use hf_" + "a" * 30], "path": "C:\\Users\\me\\prompts.txt"},
         "loggers": {"note": f"see {home}/notes"},
