@@ -62,7 +62,7 @@ def explain_error(error: BaseException) -> str | None:
         return (
             f"rank {os.environ.get('RANK', '0')} lost the connection to another rank "
             f"({str(error).splitlines()[0]:.200}); look for the first error of the other ranks, then run the same "
-            "command again to resume from the last checkpoint. torchrun --max-restarts does so by itself [TM2600]"
+            "command again to resume from the last checkpoint [TM2600]"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" while writing {error.filename}" if error.filename else ""
