@@ -126,6 +126,10 @@ class LoraWeights(Weights):
         merged: dict[str, Tensor] = {}
         for key, x in self.net.state_dict().items():
             layer, inside, last = key.rpartition(".base_layer.")
+            if inside and last == "weight" and x.dtype.itemsize == 1:
+                raise ConfigError(
+                    f"'{key}' has 8 bits, so adapters cannot be merged into it; set engine.base_precision=same [TM2610]"
+                )
             if inside and last == "weight":
                 merged[f"{layer}.{last}"] = (x.float() + layers[layer].get_delta_weight(name).float()).to(x.dtype)
             elif "lora_" not in key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -88,6 +89,8 @@ def load_weights(config: RunConfig | AutoencoderRunConfig, run_dir: Path, step_d
         autoencoder_run = build_autoencoder(config, run_dir)
         autoencoder_run.resume(step_dir)
         return autoencoder_run.weights
+    # Adapters are merged into weights of full precision, whatever the run trained on.
+    config = replace(config, engine=replace(config.engine, base_precision="same", rollout_precision="same"))
     run = build(config, run_dir, load_data=False)
     run.resume(step_dir)
     return run.policy.weights

@@ -16,6 +16,7 @@ from tastemaker.config.load import load
 from tastemaker.core.lora import LoraWeights
 from tastemaker.core.registry import ConfigError
 from tastemaker.diagnostics.plan import estimate_resources
+from tastemaker.export.weights import load_weights
 from tastemaker.training import rollout_precision
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
@@ -64,6 +65,22 @@ def test_backward_pass_keeps_8_bits_per_weight() -> None:
         weights.net(inputs().requires_grad_())
     # The last one is that of the layer outside of the blocks.
     assert [x.dtype for x in saved if x.shape == (256, 256)] == [torch.int8, torch.int8, torch.float32]
+
+
+def test_exports_merge_into_full_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = adapted()
+    quantize_frozen_layers(weights.net, "int8")
+    with pytest.raises(ConfigError, match=r"engine\.base_precision.*TM2610"):
+        weights.merged()
+    monkeypatch.setattr(rollout_precision, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(rollout_precision, "ALIGNMENT", 1)
+    monkeypatch.setattr("tastemaker.training.quantized_base.repeated_blocks", lambda net: [net])
+    config = load("grpo-lora-toy-flow", ["engine.base_precision=int8"])
+    run = build(config, tmp_path)
+    assert any(p.dtype == torch.int8 for p in run.policy.weights.net.parameters())
+    exported = load_weights(config, tmp_path, run.save(1))
+    assert isinstance(exported, LoraWeights)
+    assert all(x.dtype != torch.int8 for x in exported.merged().values())
 
 
 def test_rollouts_use_the_8_bit_weights_themselves() -> None:
