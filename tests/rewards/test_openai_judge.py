@@ -103,12 +103,13 @@ def test_every_kind_of_failure_on_the_way_is_repaired(stub: JudgeStub, url: str)
         2: Reply(b"<html>502 Bad Gateway</html>", 502),
         3: Reply(b'{"choices": [{"mess', 200),  # complete by its header, but no JSON
         4: replace(completion("Style Score"), cut=20),
-        5: Reply(b"{}", delay=1.0),  # after the timeout
+        5: Reply(b"{}", delay=2.5),  # after the timeout
         6: completion("I like it."),  # no score: asked again
         7: Reply(b'{"error": {"message": "at capacity"}}'),
     }
     stub.fault = lambda n, request: faults.get(n)
-    spec = judge(url, timeout=0.5, concurrency=2)
+    # One request may meet all seven temporary failures, if the other one waits.
+    spec = judge(url, timeout=2.0, concurrency=2, max_retries=7)
     reward = spec.load(Placement())
     torch.testing.assert_close(reward.score(PIXELS, PROMPTS, [{}] * 6), BRIGHTNESS, atol=1e-5, rtol=0)
     metrics = reward.metrics()
@@ -360,10 +361,10 @@ def test_run_goes_on_through_faults_or_stops_with_its_work_saved(
     list(train(calm))
     asked = len(stub.requests)
     turn = itertools.cycle(
-        [error(429, KEY, Retry_After="0"), error(500, "x"), Reply(b'{"cut'), Reply(b"{}", delay=0.7)]
+        [error(429, KEY, Retry_After="0"), error(500, "x"), Reply(b'{"cut'), Reply(b"{}", delay=1.3)]
     )
     stub.fault = lambda n, request: next(turn) if n % 6 == 0 else None
-    faulty = start_run(tmp_path / "faulty", url, timeout=0.4, api_key_env="JUDGE_KEY")
+    faulty = start_run(tmp_path / "faulty", url, timeout=1.0, max_retries=20, api_key_env="JUDGE_KEY")
     events = [event for event in train(faulty) if isinstance(event, StepCompleted)]
     expected, found = weights(calm), weights(faulty)
     assert asked == 4 * 8 and all(torch.equal(found[key], expected[key]) for key in expected)

@@ -84,7 +84,7 @@ def test_refusals_and_timeouts_are_not_retried() -> None:
 
     with serve_on_free_port(FunctionReward(slow)) as url:
         with pytest.raises(RewardError, match=r"raise 'timeout'.*TM728"):
-            score_locally(RemoteReward(url, timeout=0.2, retry_delay=0.01), PIXELS[:, :1])
+            score_locally(RemoteReward(url, timeout=1.0, retry_delay=0.01), PIXELS[:, :1])
         go.set()
     assert calls == [5, 5]
 

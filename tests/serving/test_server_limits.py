@@ -168,7 +168,7 @@ def test_requests_being_received_are_bounded() -> None:
 
 
 def test_idle_connections_end_and_their_number_is_bounded() -> None:
-    with serve_on_free_port(ColorReward(), header_timeout=0.4, max_connections=3) as url:
+    with serve_on_free_port(ColorReward(), header_timeout=1.0, max_connections=3) as url:
         lines = [connect(url, b""), connect(url, b"GET /health HT"), connect(url, b"GET /health HTTP/1.1\r\nHost: loc")]
         status, answer, headers = send(url)
         assert status == 503 and "TM1024" in answer["error"] and headers["Retry-After"]
