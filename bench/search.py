@@ -61,30 +61,31 @@ def build_methods(n: int, scale: float) -> dict[str, tuple[Search, SamplerDynami
     return methods
 
 
-def build_verifier(reward: str) -> Verifier:
+def build_verifier(reward: str, placement: Placement) -> Verifier:
     if reward == "judge":
-        verifier = PlaygroundJudgeReward().load(Placement()).verifier()
+        verifier = PlaygroundJudgeReward().load(placement).verifier()
         assert verifier is not None
         return verifier
     spec = PlaygroundSoftReward()
-    return RubricVerifier(Rubric({"soft": WeightedReward(spec, spec.load(Placement()))}))
+    return RubricVerifier(Rubric({"soft": WeightedReward(spec, spec.load(placement))}))
 
 
 def measure(
     policy: Policy[Any], search: Search, verifier: Verifier, benchmark: Benchmark, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Scores per prompt [P] and costs per sample of one search."""
-    scorer = load_playeval_scorer()
+    device = torch.device(options.device)
+    scorer = load_playeval_scorer(device=device)
     rewards, strict, calls, verifier_calls, started = [], [], 0.0, 0.0, time.process_time()
     for sample in range(options.samples):
         for first in range(0, len(benchmark.prompts), options.batch_size):
             chunk = slice(first, first + options.batch_size)
             batch = PromptBatch(tuple(benchmark.prompts[chunk]), tuple(benchmark.metadata[chunk]))
-            rows = torch.arange(first, first + len(batch)) * options.samples + sample
+            rows = torch.arange(first, first + len(batch), device=device) * options.samples + sample
             result = search.run(policy, verifier, batch, Randomness(options.seed, 0, rows))
             with torch.no_grad():
                 pixels = policy.decode(result.x)
-                rewards.append(verifier.judge(pixels, batch.prompts, batch.metadata, 1.0).score.double())
+                rewards.append(verifier.judge(pixels, batch.prompts, batch.metadata, 1.0).score.double().cpu())
             verdicts = scorer.score(pixels, batch.prompts, batch.metadata)
             strict.append(torch.tensor([float(row["strict"]) for row in verdicts], dtype=torch.float64))
             calls, verifier_calls = calls + result.cost.calls, verifier_calls + result.cost.verifier_calls
@@ -108,12 +109,12 @@ def diagnose(
         chunk = slice(first, first + options.batch_size)
         prompts, metadata = tuple(benchmark.prompts[chunk]), tuple(benchmark.metadata[chunk])
         cond = policy.embed(prompts, metadata).repeat(options.n)
-        rng = Randomness(options.seed, 0, torch.arange(first, first + len(prompts))).repeat(options.n)
+        rng = Randomness(options.seed, 0, torch.arange(first, first + len(prompts), device=options.device)).repeat(options.n)
         rollout = start_candidates(policy, cond, rng)
         for _ in range(step):
             rollout.step()
         score = verifier.judge(policy.decode(rollout.preview()), cond.prompts, cond.metadata, rollout.progress).score
-        rollout.select(torch.arange(len(cond)).repeat_interleave(2))
+        rollout.select(torch.arange(len(cond), device=options.device).repeat_interleave(2))
         rollout.reseed(replace(rng, step=1).repeat(2))
         final, cond = rollout.finish().final, rollout.cond
         previews.append(score.double().view(-1, options.n))
@@ -144,10 +145,12 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=10.0, help="lambda of FK steering")
     parser.add_argument("--methods", nargs="*", default=None, help="all by default")
     parser.add_argument("--diagnose", type=int, nargs="*", help="steps")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    benchmark, verifier = playeval(options.num_prompts, 1), build_verifier(options.reward)
-    policy = build_policy(load("playground-flow", ["model.weights=playground/flow"]), Placement())
+    placement = Placement(torch.device(options.device))
+    benchmark, verifier = playeval(options.num_prompts, 1), build_verifier(options.reward, placement)
+    policy = build_policy(load("playground-flow", ["model.weights=playground/flow"]), placement)
     policy.model.net.eval().requires_grad_(requires_grad=False)
     for step in options.diagnose or ():
         for noise_level in (0.4, 0.7):
