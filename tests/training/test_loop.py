@@ -53,11 +53,15 @@ def train_weights(recipe: str, directory: Path, *overrides: str) -> dict[str, to
     ],
 )
 def test_micro_batches_and_rollout_chunks_change_only_rounding(recipe, tmp_path):
+    start = copy_weights(build(load(recipe, SETTINGS), tmp_path / "start"))
     expected = train_weights(recipe, tmp_path / "expected")
     for setting in ("batch.rollout_batch_size=3", "batch.micro_batch_size=3"):
         weights = train_weights(recipe, tmp_path / setting, setting)
         for key, x in expected.items():
-            torch.testing.assert_close(weights[key], x, atol=2e-4, rtol=1e-3, msg=lambda m: f"{setting}, {key}: {m}")  # noqa: B023
+            # Adam moves a weight by the sign of its gradient, so rounding turns single weights whose gradient is near
+            # zero. Relative to how far a tensor has moved, rounding is at most .25 % on the CPUs that were tried.
+            error = (weights[key] - x).norm() / (x - start[key]).norm().clamp(min=1e-9)
+            assert error < 0.01, f"{setting}, {key}: {error:.2%} of the change"
 
 
 def test_training_is_deterministic(tmp_path):
