@@ -100,7 +100,7 @@ def trace_phases(run: Run) -> Timeline:
     """Wrap network, decoder, reward, backward and optimizer of a run, so that each marks its phase."""
     timeline, engine, rubric = Timeline(), run.engine, run.rubric
     model: Any = run.policy.model.unguided
-    decode, backward, launch_step, score_each = model.decode, engine.backward, engine.launch_step, rubric.score_each
+    decode, backward, launch_step, start_scoring = model.decode, engine.backward, engine.launch_step, rubric.start
 
     def traced_decode(x: Tensor, frames: Any = None) -> Tensor:
         timeline.mark("vae")
@@ -114,9 +114,9 @@ def trace_phases(run: Run) -> Timeline:
 
     def traced_score(*args: Any, **kwargs: Any) -> Any:
         timeline.mark("reward")
-        scores = score_each(*args, **kwargs)
+        pending = start_scoring(*args, **kwargs)
         timeline.mark("other")
-        return scores
+        return pending
 
     def traced_backward(loss: Tensor, *, last: bool) -> None:
         timeline.mark("reward" if timeline.has_reward_gradient else "network with gradient")
@@ -136,7 +136,7 @@ def trace_phases(run: Run) -> Timeline:
     )
     net.register_forward_hook(lambda *_: timeline.mark("other"))
     model.decode, engine.backward, engine.launch_step = traced_decode, traced_backward, traced_step  # type: ignore[method-assign]
-    rubric.score_each = traced_score  # type: ignore[method-assign]
+    rubric.start = traced_score  # type: ignore[method-assign]  # which all other ways to score call
     return timeline
 
 
@@ -146,10 +146,10 @@ def num_compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def warm_up(run: Run) -> None:
+def warm_up(run: Run, num_steps: int | None = None) -> None:
     """Train one step with few sampling steps, which compiles and allocates everything."""
     policy = run.policy
-    num_steps = 4 if policy.process.stochastic else 2
+    num_steps = num_steps or (4 if policy.process.stochastic else 2)
     run.policy = replace(policy, process=replace(policy.process, num_steps=num_steps))
     train_step(run, 0).to_event()
     run.policy = policy
@@ -157,14 +157,23 @@ def warm_up(run: Run) -> None:
 
 
 def time_steps(
-    run: Run, timeline: Timeline, section: str, batch: BatchConfig, deadline: float, num_steps: int = 2
+    run: Run,
+    timeline: Timeline,
+    section: str,
+    batch: BatchConfig,
+    deadline: float,
+    num_steps: int = 2,
+    warmup_steps: int | None = None,
 ) -> dict[str, Any]:
-    """Return seconds per prompt, the share of each phase, and peak memory of training steps after a warm-up."""
+    """Return seconds per prompt, the share of each phase, and peak memory of training steps after a warm-up.
+
+    `num_steps` are training steps, `warmup_steps` the sampling steps of the warm-up.
+    """
     run.batch = batch
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    warm_up(run)
+    warm_up(run, warmup_steps)
     name, num_graphs = describe_batch(batch), num_compiled_graphs()
     log(section, f"{name}: warm after {time.perf_counter() - start:.0f} s, {num_graphs} graphs")
     times: list[float] = []
@@ -183,6 +192,7 @@ def time_steps(
     result = {
         "section": section,
         "batch": name,
+        "seconds per step": min(times),
         "seconds per prompt": min(times) / batch.prompts,
         "seconds per sample": min(times) / (batch.prompts * run.objective.group_size),
         "peak GiB": peak_gib(),

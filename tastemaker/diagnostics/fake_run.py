@@ -87,7 +87,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         weights = config.tuning.apply(backbone, config.objective.snapshots())
         quantized = prepare_network(weights, config.engine)
         rubric = FakeRubric(config)
-        frozen = [p for module in _modules(backbone) if module is not weights.net for p in module.parameters()]
+        frozen = _frozen_parameters(backbone, weights.net)
         stack.enter_context(unset_fake_temporarily())
         recorder = stack.enter_context(NetworkRecorder(weights, backbone, config.engine).installed())
         existing = [
@@ -168,6 +168,18 @@ def _prompts(config: RunConfig, share: int) -> int:
         return share
     micro_batch = _micro_batch(config, share)
     return min(share, max(-(-chunk // objective.group_size), -(-micro_batch // objective.experience_per_prompt())))
+
+
+def _frozen_parameters(backbone: Any, net: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the networks that stay on the GPU beside the one that trains, each once.
+
+    Encoders of transformers, such as the CLIP that reads source images, stay on the CPU and are lent to the GPU for a
+    call at the start of a rollout, when no activations are there.
+    """
+    from transformers import PreTrainedModel
+
+    modules = (m for m in _modules(backbone) if m is not net and not isinstance(m, PreTrainedModel))
+    return list({id(p): p for module in modules for p in module.parameters()}.values())
 
 
 def _modules(holder: Any) -> list[nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -37,7 +39,9 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
         pytest.param("generators", "grpo-z-image-turbo", "s per prompt", marks=SLOW, id="generators"),
-        pytest.param("generators", "grpo-flux2-klein,draft-flux2-klein", "s per prompt", marks=LONG, id="flux2"),
+        pytest.param(
+            "generators", "grpo-flux2-klein,draft-flux2-klein,dancegrpo-wan-i2v", "s per prompt", marks=LONG, id="flux2"
+        ),
         pytest.param("janus", "decode-1B,library-1B,update-1B", "s", marks=LONG, id="janus"),
         pytest.param("video", "modelscope,plain-modelscope", "s per video", marks=SLOW, id="modelscope"),
         pytest.param("video", "videocrafter,plain-videocrafter,wan", "s per video", marks=LONG, id="videocrafter-wan"),
@@ -53,6 +57,25 @@ def test_every_section_writes_results(script: str, sections: str, column: str, t
         assert result.get("recompiled", 0) == 0
         if result.get("dtype", "").startswith("float32"):
             assert result["equal tokens"] == 1
+
+
+def test_generator_step_is_judged_by_the_plan_and_the_network_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    generators: Any = importlib.import_module("generators")
+    good = {"planned GiB": 20.0, "peak GiB": 21.9, "network share": 0.86}
+    assert [line.partition(":")[0] for line in generators.verdicts(good)] == ["pass", "pass"]
+    bad = {"planned GiB": 20.0, "peak GiB": 17.9, "network share": 0.84}
+    assert [line.partition(":")[0] for line in generators.verdicts(bad)] == ["FAIL", "FAIL"]
+
+    chosen, planned = generators.Measured(samples=2), {"planned GiB": 20.0, "PFLOP": 1.5}
+    file = tmp_path / "planned.json"
+    file.write_text(json.dumps([{"section": "grpo-flux2-klein", "samples": 2, "settings": [], **planned}]))
+    options = argparse.Namespace(planned=str(file), tiny=False)
+    assert generators.planned_step("grpo-flux2-klein", chosen, options).items() >= planned.items()
+    with pytest.raises(SystemExit, match="no plan"):  # of another group size
+        generators.planned_step("grpo-flux2-klein", generators.Measured(samples=8), options)
 
 
 @pytest.mark.slow

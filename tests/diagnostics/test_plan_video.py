@@ -9,6 +9,8 @@ import torch
 
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.diagnostics.fake_run import _frozen_parameters
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.models import cogvideox, hunyuanvideo, hunyuanvideo15, ltx, ltx2, mochi, svd, wan, wan_i2v
 from tastemaker.models.pipeline_components import PublishedModel
@@ -100,6 +102,13 @@ def test_plan_open_sora() -> None:
     settings = ["model.resolution=32x32", "model.duration=1", "model.max_text_tokens=8"]
     resources = estimate("vader-opensora-hps", "tuning={type: full}", "engine.param_dtype=bf16", *settings)
     assert resources.weights == pytest.approx(2 * 1.2e9, rel=0.01) and resources.update_activations > 0
+
+
+@pytest.mark.parametrize("spec", [wan_i2v.WanI2VSpec(), svd.SvdSpec()], ids=["wan_i2v", "svd"])
+def test_image_encoder_that_visits_the_gpu_is_not_counted_as_resident(spec: Any) -> None:
+    backbone = spec.tiny().load(Placement(torch.device("cpu")))
+    vae = sum(p.numel() for p in backbone.autoencoder.net.parameters())
+    assert sum(p.numel() for p in _frozen_parameters(backbone, backbone.net)) == vae > 0
 
 
 def test_plan_counts_both_transformers_of_wan(monkeypatch: pytest.MonkeyPatch) -> None:
