@@ -64,7 +64,7 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return range(len(split_timesteps(len(experience.trajectory.segments), self.timesteps_per_call)))
 
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
-        """-min(r A, clip(r) A), summed over the actions of a group of segments, divided by the number of all actions."""
+        """-min(r A, clip(r) A), summed over the actions of one part and divided by the number of all actions."""
         segments = experience.trajectory.segments
         group = split_timesteps(len(segments), self.timesteps_per_call)[part]
         size = len(group)

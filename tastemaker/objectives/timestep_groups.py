@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ def split_timesteps(count: int, per_call: int) -> list[range]:
     """
     groups = -(-count // per_call)
     starts = [i * (count // groups) + min(i, count % groups) for i in range(groups + 1)] if groups else []
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def join_segments(cond: Condition, segments: Sequence[Segment]) -> tuple[Condition, Segment]:

@@ -1,4 +1,4 @@
-"""Several timesteps in one call of the network: fewer calls with more rows, and the gradient and metrics of one by one."""
+"""Several timesteps in one call of the network: fewer calls, and the gradient and metrics of one by one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def test_groups_are_few_and_of_similar_size() -> None:
             assert sizes == sorted(sizes, reverse=True)
 
 
-def gradient_and_metrics(objective: Any, ctx: Any, experience: Any, draw: int | None) -> tuple[Tensor, dict[str, float]]:
-    """Back-propagate part by part as the loop does; with `draw`, under dropout masks that all timesteps share."""
+def gradient_and_metrics(
+    objective: Any, ctx: Any, experience: Any, draw: int | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Differentiate part by part as the loop does; with `draw`, under dropout masks that all timesteps share."""
     meter, total, parts = AverageMeter(), torch.zeros(()), objective.parts(experience)
     weights = ctx.policy.weights
     for part in parts:
