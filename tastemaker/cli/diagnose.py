@@ -43,6 +43,7 @@ STEP_COUNT_LABELS = {
     "updates": "updates per step",
     "minibatch_size": "samples per update",
     "micro_batch_size": "micro-batch per GPU (samples)",
+    "timesteps_per_call": "sampling steps per backward pass",
     "total_updates": "updates in total",
 }
 MEMORY_LABELS = {
@@ -89,7 +90,8 @@ def check(
     table = Table("batch", "", title="one training step")
     counts = asdict(compute_step_counts(config, world_size or checks.torchrun_world_size()))
     for key, label in STEP_COUNT_LABELS.items():
-        table.add_row(label, f"{counts[key]:,}")
+        if key != "timesteps_per_call" or counts[key] > 1:
+            table.add_row(label, f"{counts[key]:,}")
     console.print(table)
     precision, emulation = describe_precision(config.engine)
     console.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)

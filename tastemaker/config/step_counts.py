@@ -19,6 +19,7 @@ class StepCounts:
     updates: int = 1
     minibatch_size: int = 0  # samples per update
     micro_batch_size: int = 0  # samples per backward pass on one GPU
+    timesteps_per_call: int = 1  # sampling steps of each of them in one backward pass
     total_updates: int = 0
 
 
@@ -45,5 +46,6 @@ def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
         updates=batch.minibatches * batch.epochs,
         minibatch_size=experience * objective.samples_per_row() // batch.minibatches,
         micro_batch_size=min(share, batch.micro_batch_size or share) * objective.samples_per_row(),
+        timesteps_per_call=getattr(objective, "timesteps_per_call", 1),
         total_updates=config.steps * batch.minibatches * batch.epochs,
     )

@@ -222,6 +222,7 @@ class Loss:
 
     rows: Tensor  # [B]
     metrics: dict[str, Tensor] = field(default_factory=dict)  # [B] or scalars, averaged over rows and parts
+    steps: int = 1  # sampling steps in this part, by which its metrics are weighted
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         # Backward costs twice the forward pass, or once if the weights need no gradient; checkpointing one more.
         backward = (1 if config.tuning.is_adapter else 2) + (config.engine.activation_memory == "checkpoint")
         each = sum(call.flops(recorder) * (1 + backward * call.grad) for call in updated)
-        update_flops = scale * len(step.experience) / step.micro_batch * len(step.parts) * config.batch.epochs * each
+        update_flops = scale * len(step.experience) / step.micro_batch * step.num_calls * config.batch.epochs * each
         return Measurement(
             parameters=_count_parameters(weights.net),
             quantized=sum(layer.weight.numel() for layer in quantized),
@@ -223,7 +223,7 @@ class FakeStep:
             policy, rubric, rng, *held, rollout_batch_size=config.batch.rollout_batch_size, first_row=0
         )
         self.experience: Any = None
-        self.parts: Sequence[Any] = ()
+        self.num_calls = 0.0  # like that of the first part, for one micro-batch
 
     def collect(self) -> None:
         batch = self._batch()
@@ -237,9 +237,11 @@ class FakeStep:
         mini = self.experience
         if self.micro_batch < len(mini):
             mini = select_rows(self.experience, torch.arange(self.micro_batch))
-        self.parts = self.objective.parts(mini)
+        parts = self.objective.parts(mini)
         engine = self.config.engine
-        loss = run_under_autocast(engine, lambda: self.objective.loss(self.context, mini, self.parts[0]))
+        loss = run_under_autocast(engine, lambda: self.objective.loss(self.context, mini, parts[0]))
+        # The first group of timesteps is the largest.
+        self.num_calls = len(mini.trajectory.segments) / loss.steps if loss.steps > 1 else len(parts)
         with precision.compute_settings(engine, CPU_DEVICE):
             loss.rows.sum().backward()
 

@@ -206,6 +206,11 @@ def suggest_savings(
         share = OPTIMIZER_STATE_BYTES["int8"] / OPTIMIZER_STATE_BYTES[optim.state_dtype]
         estimate = replace(estimate, optimizer_state=estimate.optimizer_state * share)
         yield "optim.state_dtype=int8", estimate.total
+    if getattr(config.objective, "timesteps_per_call", 1) > 1:
+        objective: Any = config.objective
+        config = replace(config, objective=replace(objective, timesteps_per_call=1))
+        estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
+        yield "objective.timesteps_per_call=1", estimate.total
     if (batch.micro_batch_size or batch.prompts) > 1:
         config = replace(config, batch=replace(batch, micro_batch_size=1, rollout_batch_size=1))
         estimate = _with_activations_of(estimate, estimate_fn(config, world_size))

@@ -20,6 +20,7 @@ from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
 from .advantages import PromptTracker, tracked_advantages
 from .ppo import clipped_surrogate, count_actions
+from .timestep_groups import average_groups, find_group_problem, join_segments, split_timesteps, sum_groups
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     advantage_clip: float = 5.0
     tracker_size: int = 32  # rewards kept per prompt
     tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
+    # Most sampling steps of a trajectory in one call of the network: the same gradient, with memory for as many times
+    # the micro-batch
+    timesteps_per_call: int = 1
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
@@ -37,6 +41,10 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         valid = self.clip_range > 0 and self.advantage_clip > 0 and min(self.tracker_size, self.tracker_min_count) > 0
         names = "clip_range advantage_clip tracker_size tracker_min_count"
         require_settings(self, names, valid, "all of them above 0")
+        require_settings(self, "timesteps_per_call", self.timesteps_per_call >= 1, "at least 1")
+
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        return find_group_problem(process, self.timesteps_per_call)
 
     def make_state(self) -> ObjectiveState:
         return PromptTracker(self.tracker_size, self.tracker_min_count)
@@ -53,12 +61,15 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return metrics
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
-        return range(len(experience.trajectory.segments))
+        return range(len(split_timesteps(len(experience.trajectory.segments), self.timesteps_per_call)))
 
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
-        """-min(r A, clip(r) A), summed over the actions of one segment and divided by the number of all actions."""
-        cond, segments = experience.trajectory.cond, experience.trajectory.segments
-        segment = segments[part]
+        """-min(r A, clip(r) A), summed over the actions of one part and divided by the number of all actions."""
+        segments = experience.trajectory.segments
+        group = split_timesteps(len(segments), self.timesteps_per_call)[part]
+        size = len(group)
+        cond, segment = join_segments(experience.trajectory.cond, [segments[i] for i in group])
         log_prob = ctx.policy.action_distribution(cond, segment).log_prob(segment.action)
-        objective, metrics = clipped_surrogate(log_prob, segment, experience.advantage, self.clip_range)
-        return Loss(-(objective * segment.mask).sum(1) / count_actions(segments), metrics)
+        objective, metrics = clipped_surrogate(log_prob, segment, experience.advantage.repeat(size), self.clip_range)
+        rows = sum_groups(-(objective * segment.mask).sum(1) / count_actions(segments).repeat(size), size)
+        return Loss(rows, average_groups(metrics, size), steps=size)

@@ -28,6 +28,7 @@ from ..processes.paths import RectifiedFlow
 from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
 from .critical_tokens import confidence_weights, find_critical_tokens
 from .ppo import count_actions, kl_to_reference, masked_mean
+from .timestep_groups import average_groups, find_group_problem, join_segments, split_timesteps, sum_groups
 from .trust_region import NEEDS_LATENTS, NEEDS_TOKENS, TrustRegion, trust_region_surrogate
 
 
@@ -67,6 +68,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     critical_tokens: float = 0.0
     # GCPO: clips log policy / reference, whose mean up to a token weights its advantage, at 0.5 as published; 0: off
     confidence_clip: float = 0.0
+    # Most sampling steps of a trajectory in one call of the network: the same gradient, with memory for as many times
+    # the micro-batch
+    timesteps_per_call: int = 1
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
@@ -101,6 +105,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         require_settings(
             self, "critical_tokens confidence_clip", valid, "a share from 0 to 1/3, and a clip of at least 0"
         )
+        require_settings(self, "timesteps_per_call", self.timesteps_per_call >= 1, "at least 1")
         if self.critical_tokens and self.group_size < 2:
             raise ValueError(
                 f"'critical_tokens' is {self.critical_tokens}, but 'group_size' is {self.group_size}; tokens are "
@@ -113,7 +118,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
 
     def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
         problem = self.find_token_problem(process, shape) or self.find_trust_problem(process)
-        return problem or self.find_branch_problem(process)
+        return problem or self.find_branch_problem(process) or find_group_problem(process, self.timesteps_per_call)
 
     def find_branch_problem(self, process: Process) -> str | None:
         """Why trajectories cannot branch at one step of this process; None if they can."""
@@ -205,17 +210,19 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return experience.metrics(self.group_size)
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
-        return range(len(experience.trajectory.segments))
+        return range(len(split_timesteps(len(experience.trajectory.segments), self.timesteps_per_call)))
 
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
         """-[min(r A, clip(r) A) - kl_coef KL(policy || reference)], summed over a segment's actions, over all actions.
 
-        The losses of all segments (parts) of a sample add up to the mean over its actions. The first term is another
-        one with other trust regions; with `confidence_clip` that of each token has a weight, with `time_weighting`
-        that of each step.
+        A part is one segment, or a group of `timesteps_per_call` of them. The losses of all parts of a sample add up to
+        the mean over its actions. The first term is another one with other trust regions; with `confidence_clip` that
+        of each token has a weight, with `time_weighting` that of each step.
         """
-        cond, segments = experience.trajectory.cond, experience.trajectory.segments
-        segment, reference = segments[part], None
+        segments, reference = experience.trajectory.segments, None
+        group = split_timesteps(len(segments), self.timesteps_per_call)[part]
+        size = len(group)
+        cond, segment = join_segments(experience.trajectory.cond, [segments[i] for i in group])
         if self.kl_coef or self.confidence_clip:
             with ctx.policy.weights.use("reference"):
                 reference = ctx.policy.action_distribution(cond, segment)
@@ -227,12 +234,13 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             policy,
             log_prob,
             segment,
-            experience.advantage,
+            experience.advantage.repeat(size),
             self.clip_range,
             self.clip_range_high,
         )
         if self.time_weighting == "noise":
-            objective = objective * noise_weight(cast(GaussianProcess, ctx.policy.process), segments, part)
+            process = cast(GaussianProcess, ctx.policy.process)
+            objective = objective * torch.cat([noise_weight(process, segments, i) for i in group])
         if reference is not None and self.confidence_clip:
             reference_log_prob = reference.log_prob(segment.action)
             weights = confidence_weights(log_prob, reference_log_prob, self.confidence_clip)
@@ -241,7 +249,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             kl = kl_to_reference(policy, reference, segment.action, log_prob, self.kl_estimator)
             objective = objective - self.kl_coef * kl
             metrics["kl"] = masked_mean(kl, segment.mask)
-        return Loss(experience.weighted(-(objective * segment.mask).sum(1) / count_actions(segments)), metrics)
+        rows = sum_groups(-(objective * segment.mask).sum(1) / count_actions(segments).repeat(size), size)
+        return Loss(experience.weighted(rows), average_groups(metrics, size), steps=size)
 
 
 def noise_weight(process: GaussianProcess, segments: Sequence[Segment], part: int) -> Tensor:

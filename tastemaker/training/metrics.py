@@ -41,7 +41,7 @@ class AverageMeter:
     def add_loss(self, loss: Loss, parts: int, name: str = "loss/policy") -> None:
         """Add the loss of one of `parts` parts, and its metrics. The losses of all parts add up to `name`."""
         samples = len(loss.rows)
-        self.add(loss.metrics, samples)
+        self.add(loss.metrics, samples * loss.steps)
         self.add({name: loss.rows * parts}, samples)
 
     def mean(self, comm: Comm) -> dict[str, Tensor]:

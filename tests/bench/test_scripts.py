@@ -34,7 +34,8 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param("dit", "matmul", "images/s", id="matmul"),
         pytest.param("dit", "latents,pixels,vae,vae-diffusers", "images/s", marks=LONG, id="dit"),
         pytest.param("flux", "plain", "s per prompt", marks=SLOW, id="flux-plain"),
-        pytest.param("flux", "parts,full,lora,grpo-sd35,grpo-flux", "s per prompt", marks=LONG, id="flux"),
+        pytest.param("flux", "grpo-sd35,plain-grpo-sd35", "x plain", marks=SLOW, id="flux-flow-grpo"),
+        pytest.param("flux", "parts,full,lora,grpo-flux", "s per prompt", marks=LONG, id="flux"),
         pytest.param(
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
