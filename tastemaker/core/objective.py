@@ -271,7 +271,7 @@ def rollout_and_score(
     cond, size = ctx.policy.embed(batch.prompts, batch.metadata), keep.pool_size if keep else group_size
     rng, prompt = ctx.rng.repeat(size), torch.arange(len(cond)).repeat_interleave(size)
     if keep is None:
-        trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt, rng, size, branches)))
+        trajectory, scores = concatenate(_sample_and_score(ctx, cond, prompt, rng, size, branches))
         return trajectory, rng, scores
     # A sample depends on its random row only, so that few steps preview the sample that all steps make of that row.
     process = ctx.policy.process.with_num_steps(keep.pool_num_steps)
@@ -280,7 +280,7 @@ def rollout_and_score(
     rows = keep.pick(preview)
     rng = select_rows(rng, rows)
     with ROLLOUTS.exact():
-        trajectory, scores = concatenate(list(_sample_and_score(ctx, cond, prompt[rows.cpu()], rng, group_size)))
+        trajectory, scores = concatenate(_sample_and_score(ctx, cond, prompt[rows.cpu()], rng, group_size))
     correlation = rank_correlation(*(x.view(-1, group_size) for x in (preview[rows], scores.total)))
     pool = {"pool/rank_correlation": correlation, "pool/reward": preview.view(-1, size).mean(1)}
     return trajectory, rng, replace(scores, pool={k: x.repeat_interleave(group_size) for k, x in pool.items()})
@@ -288,6 +288,14 @@ def rollout_and_score(
 
 def _sample_and_score(
     ctx: Context[Process], cond: Condition, prompt: Tensor, rng: Randomness, group_size: int, branches: int = 1
+) -> list[tuple[Trajectory, Scores]]:
+    """Samples and their scores by rollout batch; `prompt` is the row of `cond` of each sample."""
+    with ctx.rubric.prioritize_sampling(rng.rows.device) if ctx.overlap_rewards else nullcontext():
+        return list(_scored_batches(ctx, cond, prompt, rng, group_size, branches))
+
+
+def _scored_batches(
+    ctx: Context[Process], cond: Condition, prompt: Tensor, rng: Randomness, group_size: int, branches: int
 ) -> Iterator[tuple[Trajectory, Scores]]:
     """Yield samples and their scores, one rollout batch after the other; `prompt` is the row of `cond` of each sample.
 

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from .cards import PUBLISHED_JUDGES, WeightsSource, parse_hub_id
 from .cards import RewardCard as RewardCard
+from .cuda_streams import HostCopy, ScoringTurn, copy_to_device, sample_before_scoring, scoring_turn
 from .errors import RewardError as RewardError
 from .interruption import abandonable_call
 from .registry import ConfigError
-from .reward_inputs import check_pixels as check_pixels
+from .reward_inputs import check_shape, check_sums, sum_samples
 from .reward_inputs import frames_as_samples as frames_as_samples
 from .scores import PendingScores as PendingScores
 from .scores import Scores as Scores
@@ -338,6 +339,12 @@ class Rubric:
         """Whether some rewards run in threads: those on the host, on another machine or on a device of their own."""
         return bool(self._threads)
 
+    def prioritize_sampling(self, device: torch.device) -> AbstractContextManager[None]:
+        """Give the sampler on `device` priority over rewards in threads, if some of them run on the same GPU."""
+        devices = [self.rewards[name].device for name in self._threads]
+        shared = any(each and each.type == device.type and each.index in (None, device.index) for each in devices)
+        return sample_before_scoring(device if shared else None)
+
     def persist_in(self, directory: Path) -> None:
         """Let each reward keep what must survive a restart in a folder of its name."""
         for name, reward in self.rewards.items():
@@ -359,21 +366,13 @@ class Rubric:
         return self.score_each(pixels, [prompts], metadata, group_size)[0]
 
     def score_each(
-        self,
-        pixels: Tensor,
-        prompt_sets: Sequence[Prompts],
-        metadata: Sequence[Metadata] = (),
-        group_size: int = 1,
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata] = (), group_size: int = 1
     ) -> list[Scores]:
         """Scores of the same pixels for several lists of prompts; image features are computed once if possible."""
         return self.start(pixels, prompt_sets, metadata, group_size).wait()
 
     def start(
-        self,
-        pixels: Tensor,
-        prompt_sets: Sequence[Prompts],
-        metadata: Sequence[Metadata] = (),
-        group_size: int = 1,
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata] = (), group_size: int = 1
     ) -> PendingScores:
         """Compute the rewards on the device of the pixels now, and let the other ones continue in their threads.
 
@@ -387,7 +386,8 @@ class Rubric:
                     "entries; pass one prompt and one metadata entry per sample [TM112]"
                 )
             self._check_groups(prompts, group_size)
-        pixels = check_pixels(pixels, prompt_sets[0]).float()
+        check_shape(pixels)
+        pixels = pixels.float()
         futures = self._submit(pixels, prompt_sets, metadata, group_size)
         with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is not the run's
             done = {}
@@ -416,7 +416,7 @@ class Rubric:
             )
 
     def _sum(self, num_samples: int, device: torch.device, rewards: Mapping[str, Tensor]) -> Scores:
-        rewards = {name: reward.to(device) for name, reward in rewards.items()}
+        rewards = {name: copy_to_device(reward, device) for name, reward in rewards.items()}
         total = torch.zeros(num_samples, device=device)
         for name, reward in self.normalized(rewards).items():
             total = total + self.rewards[name].weight * reward
@@ -431,28 +431,35 @@ class Rubric:
     def _submit(
         self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata], group_size: int
     ) -> dict[str, Future[list[Tensor]]]:
+        """Let threads compute some rewards. The caller waits for the GPU only if it computes some itself."""
         # Threads get pixels without a graph, so rewards whose gradient is needed now run in the caller's thread.
         with_graph = torch.is_grad_enabled() and pixels.requires_grad
         names = [name for name in self._threads if not (with_graph and self.rewards[name].needs_gradient)]
+        sums = sum_samples(pixels)
+        if not names or len(names) < len(self.rewards):
+            check_sums(sums, prompt_sets[0])
         if not names:
             return {}
-        pixels = pixels.detach().cpu()  # copied once, and before a thread on another stream could read them too early
+        copy, score = HostCopy(pixels, sums), self._score_in_thread
+        turns = {name: scoring_turn(self.rewards[name].device) for name in names}
         return {
-            name: self._threads[name].submit(self._score_in_thread, name, pixels, prompt_sets, metadata, group_size)
+            name: self._threads[name].submit(score, name, turns[name], copy, prompt_sets, metadata, group_size)
             for name in names
         }
 
     def _score_in_thread(
         self,
         name: str,
-        pixels: Tensor,
+        turn: ScoringTurn,
+        copy: HostCopy,
         prompt_sets: Sequence[Prompts],
         metadata: Sequence[Metadata],
         group_size: int,
     ) -> list[Tensor]:
         """Scores on the host, which the thread has waited for if a GPU computes them."""
-        device = self.rewards[name].device
-        with torch.no_grad(), torch.cuda.device(device) if device and device.type == "cuda" else nullcontext():
+        pixels, sums = copy.wait()
+        check_sums(sums, prompt_sets[0])
+        with torch.no_grad(), turn.use():
             return [scores.cpu() for scores in self._score_one(name, pixels, prompt_sets, metadata, group_size)]
 
     def _score_one(
@@ -469,7 +476,7 @@ class Rubric:
         """
         reward, batch = self.rewards[name], len(pixels)
         group_size = group_size if reward.spec.needs_group else 1
-        pixels = pixels if reward.device is None else pixels.to(reward.device)
+        pixels = pixels if reward.device is None else copy_to_device(pixels, reward.device)
         if not batch:
             return [pixels.new_zeros(0) for _ in prompt_sets]
         if reward.spec.modality == "image" and pixels.shape[1] > 1 and not reward.spec.needs_group:

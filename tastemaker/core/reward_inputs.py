@@ -12,16 +12,23 @@ from .text_layout import truncate_text
 from .types import Metadata, Prompts
 
 
-def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
-    """The pixels, if they have the right shape and are finite."""
+def check_shape(pixels: Tensor) -> None:
+    """Refuse pixels that are no batch of images or videos."""
     if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
         raise ValueError(
             f"rubric: expected pixels of shape [B, F, 3, H, W], got {list(pixels.shape)}; add the missing dimensions "
             "(F is 1 for images) [TM113]"
         )
-    # The sum of a sample is finite only if all its pixels are, and needs no mask as large as the pixels.
-    finite = torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))
-    rows = (~finite).nonzero().flatten().tolist()
+
+
+def sum_samples(pixels: Tensor) -> Tensor:
+    """The sum [B] of each sample. It is finite only if all its pixels are, and needs no mask as large as they are."""
+    return pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32)
+
+
+def check_sums(sums: Tensor, prompts: Prompts) -> None:
+    """Refuse samples with NaN or infinity, given their sums [B]."""
+    rows = (~torch.isfinite(sums)).nonzero().flatten().tolist()
     if rows:
         indices = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         quoted = quote_prompts([prompts[i] for i in rows])
@@ -30,7 +37,6 @@ def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
             "so no reward was computed. The generator has diverged: lower optim.lr, or resume from an earlier "
             "checkpoint [TM114]"
         )
-    return pixels
 
 
 def quote_prompts(prompts: Sequence[str]) -> list[str]:

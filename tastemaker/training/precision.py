@@ -152,8 +152,12 @@ def attention_kernels(config: EngineConfig, *, gradient: bool) -> AbstractContex
 def use_fast_attention(net: nn.Module, config: EngineConfig, traits: NetworkTraits = NetworkTraits()) -> None:
     """Let a network use cuDNN attention on a GPU when no gradient is needed, or when its backward pass is safe.
 
-    With activation checkpointing, both forward passes must use the same kernel, so cuDNN's is left out.
+    With activation checkpointing, both forward passes must use the same kernel, so cuDNN's is left out. It is also left
+    out if rewards on the same GPU score in threads: PyTorch's choice of kernels holds for all threads, so that the
+    kernels of a reward would depend on what the sampler does at that moment.
     """
+    if config.overlap_rewards == "always":
+        return
     forward, cudnn_backward = net.forward, traits.cudnn_backward and config.activation_memory != "checkpoint"
 
     def call(*inputs: Any, **named: Any) -> Any:
