@@ -100,7 +100,8 @@ class HostCopy:
 
 
 def _copy_to_pinned(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    # With the same strides: kernels for other layouts, as of resizing, round differently.
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -134,6 +134,13 @@ def test_the_sampler_goes_on_while_its_gpu_scores() -> None:
 
 
 @needs_cuda
+def test_copies_keep_the_memory_layout_that_kernels_depend_on() -> None:
+    pixels = torch.rand(4, 8, 8, 3, device="cuda").permute(0, 3, 1, 2)[:, None]  # channels last
+    (copy,) = HostCopy(pixels).wait()
+    assert copy.stride() == pixels.stride() and copy.equal(pixels.cpu())
+
+
+@needs_cuda
 def test_memory_is_not_used_again_before_it_was_copied() -> None:
     device, rubric = torch.device("cuda", torch.cuda.current_device()), rubric_of(do_nothing, None, "host")
     pending = []
