@@ -3,6 +3,7 @@
     python bench/small_gpu.py --out small.json          # on a GPU of at least 24 GiB; FP8 needs Ada or Hopper
     python bench/small_gpu.py --kind int8               # on an older GPU
     python bench/small_gpu.py --tiny --out tiny.json    # small networks, on any machine
+    python bench/small_gpu.py --plan small.json         # add what `tastemaker plan` estimates, without a GPU
 
 PyTorch refuses to allocate more than the limit of a section, so a section that ends did fit. Networks have published
 sizes and random weights: the generator with its base in 8 bits, its text encoders in host memory except while they
@@ -11,7 +12,6 @@ encode, its VAE and HPS v2.1. Each section is a process with a time limit, and r
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from device import CUDA, device_name, synchronize  # beside this file, in no package
-from sections import Record, Results, log, result_writer, run_sections, section_parser, write_results
+from sections import Record, Results, log, read_results, result_writer, run_sections, section_parser, write_results
 from training_run import PROMPTS, build_run, override, warm_up
 
 from tastemaker.config.schema import BatchConfig, EngineConfig, OptimConfig, RewardConfig, RunConfig
@@ -139,10 +139,15 @@ def reserved_gib() -> float:
     return torch.cuda.max_memory_reserved() / 2**30 if CUDA else 0.0
 
 
-def planned_gib(options: SmallOptions, section: str) -> float:
-    """What `tastemaker plan` estimates. On the CPU, beside the section's process, so that it takes none of its time."""
-    gc.collect()
-    return estimate_resources(run_config(options, section)).total / 2**30
+def add_planned_memory(results: Results, options: SmallOptions) -> None:
+    """Add the estimate of `tastemaker plan` to every result; this needs no GPU."""
+    planned: dict[tuple[str, str], float] = {}
+    for result in results:
+        key = result["section"], result["kind"]
+        if key not in planned:
+            config = run_config(replace(options, kind=result["kind"]), result["section"])
+            planned[key] = estimate_resources(config).total / 2**30
+        result["planned GiB"] = planned[key]
 
 
 def print_table(results: Results) -> None:
@@ -150,7 +155,8 @@ def print_table(results: Results) -> None:
     print("| section | limit GiB | max reserved GiB | max allocated GiB | planned GiB | steps | s per prompt |")
     print("|---|---|---|---|---|---|---|")
     for result in {each["section"]: each for each in results}.values():  # the last of each section
-        cells = [f"{result[key]:.2f}" for key in ("limit GiB", "max reserved GiB", "max allocated GiB", "planned GiB")]
+        keys = ("limit GiB", "max reserved GiB", "max allocated GiB", "planned GiB")
+        cells = [f"{result[key]:.2f}" if key in result else "" for key in keys]
         cells += [str(result["steps"]), f"{result['seconds per prompt']:.2f}"]
         print(f"| {' | '.join([result['section'], *cells])} |")
 
@@ -160,6 +166,7 @@ def main() -> None:
     parser.add_argument("--kind", default="fp8", choices=("fp8", "int8"), help="8-bit numbers of base and rollouts")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, such as engine.*")
+    parser.add_argument("--plan", default="", help="results file: add the planned memory, measure nothing")
     chosen = parser.parse_args()
     compiled, deadline = not chosen.eager and not chosen.tiny, time.monotonic() + chosen.seconds
     options = SmallOptions(chosen.tiny, chosen.kind, compiled, tuple(chosen.set), deadline)
@@ -168,15 +175,17 @@ def main() -> None:
         torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
         measure(options, chosen.section, result_writer(chosen.out))
         return
+    if chosen.plan:
+        results = read_results(Path(chosen.plan))
+        add_planned_memory(results, options)
+        write_results(chosen.plan, results)
+        print_table(results)
+        return
     arguments = ["--kind", chosen.kind, *(["--eager"] if chosen.eager else [])]
     arguments += [word for setting in chosen.set for word in ("--set", setting)]
     # Segments that grow: weights that visit the GPU leave holes that activations of other sizes would not fit into.
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    results = run_sections(__file__, SECTIONS, chosen, arguments, **environment)
-    for result in results:
-        result["planned GiB"] = planned_gib(options, result["section"])
-    write_results(chosen.out, results)
-    print_table(results)
+    print_table(run_sections(__file__, SECTIONS, chosen, arguments, **environment))
 
 
 if __name__ == "__main__":
