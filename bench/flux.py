@@ -3,6 +3,7 @@
     python bench/flux.py --out flux.json            # on a GPU of at least 100 GiB
     python bench/flux.py --tiny --out tiny.json     # small networks, on any machine
     python bench/flux.py --plan flux.json           # compare measured peaks with `tastemaker plan`
+    python bench/flux.py --sections full,lora,plain --set engine.rollout_precision=fp8
 
 Lower bound of SRPO at 720x720 with 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two
 backward passes with checkpointing are 1.23 PFLOP per prompt, 1.6 s at 790 TFLOP/s. LoRA needs no gradient of the
@@ -30,6 +31,7 @@ from training_run import (
     build_run,
     describe_batch,
     free_gradients,
+    override,
     time_steps,
     trace_phases,
     write_random_embeddings,
@@ -83,6 +85,7 @@ class FluxOptions:
     all_batches: bool  # not only the first that fits
     deadline: float  # by time.monotonic()
     folder: Path
+    settings: tuple[str, ...] = ()  # KEY=VALUE of the configuration of every section
 
 
 def flux_spec(folder: Path, side: int, tiny: bool) -> FluxSpec:
@@ -111,6 +114,11 @@ def sd35_spec(folder: Path, side: int, tiny: bool) -> Sd3Spec:
 
 
 def run_config(options: FluxOptions, section: str) -> RunConfig:
+    """Return the configuration of a section, with the settings of the command line."""
+    return override(section_config(options, section), options.settings)
+
+
+def section_config(options: FluxOptions, section: str) -> RunConfig:
     """Return the configuration of a section."""
     trains_all_weights, offloads = section in ("full", "parts", "offload"), section == "offload"
     srpo = RunConfig(
@@ -297,11 +305,13 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--all-batches", action="store_true", help="not only the first that fits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, such as engine.*")
     parser.add_argument("--plan", default="", help="results file: add the planned memory, measure nothing")
     chosen = parser.parse_args()
     if not chosen.section and not chosen.plan:
         arguments = ["--attention", chosen.attention, *(["--eager"] if chosen.eager else [])]
         arguments += ["--all-batches"] if chosen.all_batches else []
+        arguments += [word for setting in chosen.set for word in ("--set", setting)]
         # PyTorch's autograd cache confuses graphs that differ in their attention kernels.
         print_table(run_sections(__file__, SECTIONS, chosen, arguments, TORCHINDUCTOR_AUTOGRAD_CACHE="0"))
         return
@@ -309,7 +319,9 @@ def main() -> None:
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         compiled, deadline = not chosen.eager and not chosen.tiny, time.monotonic() + chosen.seconds
-        options = FluxOptions(chosen.tiny, chosen.attention, compiled, chosen.all_batches, deadline, Path(folder))
+        options = FluxOptions(
+            chosen.tiny, chosen.attention, compiled, chosen.all_batches, deadline, Path(folder), tuple(chosen.set)
+        )
         if chosen.plan:
             results = json.loads(Path(chosen.plan).read_text(encoding="utf-8"))
             add_planned_memory(results, options)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from device import CUDA, allocated_gib, peak_gib, synchronize  # beside this file, in no package
 from sections import log
 from torch import Tensor
@@ -62,7 +64,7 @@ def build_run(config: RunConfig, section: str, folder: Path, tiny: bool) -> Run:
     """Build a run as `build` does, except for the reward, whose weights are random too."""
     start = time.perf_counter()
     engine = Engine(config.engine, config.optim, config.steps, 0)
-    policy = build_policy(config, engine.placement(is_adapter=config.tuning.is_adapter))
+    policy = build_policy(config, engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True))
     rubric = Rubric({"hps": WeightedReward(HpsReward(), build_reward(engine.placement(), tiny))})
     run = Run(policy, config.objective, rubric, config.data.load(0), engine, folder, config.steps)
     synchronize()
@@ -70,6 +72,23 @@ def build_run(config: RunConfig, section: str, folder: Path, tiny: bool) -> Run:
     seconds = time.perf_counter() - start
     log(section, f"{billions:.2f} billion weights built in {seconds:.0f} s, {allocated_gib():.1f} GiB")
     return run
+
+
+def override(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """Return a configuration with settings such as `engine.rollout_precision=fp8` replaced."""
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise SystemExit(f"--set: expected KEY=VALUE, got '{setting}'")
+        config = _replace_key(config, key.split("."), yaml.safe_load(value), key)
+    return config
+
+
+def _replace_key(node: Any, path: Sequence[str], value: Any, key: str) -> Any:
+    if not hasattr(node, path[0]):
+        raise SystemExit(f"--set: a run has no setting '{key}'")
+    inner = _replace_key(getattr(node, path[0]), path[1:], value, key) if path[1:] else value
+    return replace(node, **{path[0]: inner})
 
 
 class Timeline:

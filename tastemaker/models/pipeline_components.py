@@ -194,7 +194,10 @@ class PipelineComponents:
             if deferred is not None:
                 return deferred
             device = torch.device("cpu")
-        net = self._load_diffusers(component, network_class, trainable_dtype(self.placement), tensors)
+        dtype = trainable_dtype(self.placement)
+        # Random weights stay where they are made; only what was asked to be in host memory is made there.
+        in_host_memory = self.full_size and self.placement.trainable_device == torch.device("cpu")
+        net = self._load_diffusers(component, network_class, dtype, tensors, device if in_host_memory else None)
         trainable: nn.Module = net if self.full_size else net.to(device)
         return trainable
 
@@ -261,12 +264,17 @@ class PipelineComponents:
         return hashlib.sha256("".join(map(fingerprint_file, files)).encode()).hexdigest()[:16] if files else ""
 
     def _load_diffusers(
-        self, component: str, network_class: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None
+        self,
+        component: str,
+        network_class: Any,
+        dtype: torch.dtype,
+        tensors: Mapping[str, Tensor] | None,
+        device: torch.device | None = None,
     ) -> Any:
         with silence_libraries():
             if self.path is None:
                 config = self.configs[component]
-                net = self._init_random(lambda: network_class(**config), self.placement.device, dtype)
+                net = self._init_random(lambda: network_class(**config), device or self.placement.device, dtype)
                 return net if tensors is None else load_tensors(net, tensors, component).to(dtype)
             if tensors is None:
                 return load_pretrained(network_class, self.path / component, dtype)
@@ -299,6 +307,9 @@ class PipelineComponents:
             if not self.full_size:
                 return build().to(dtype)
             # On its device and in its dtype at once: a CPU takes minutes to fill 12 billion weights in float32.
+            if device.type == "cpu" and self.placement.device.type == "cuda":
+                with default_dtype(dtype), parameters_on_meta():
+                    return fill_random(build(), self.placement.device, device)
             with default_dtype(dtype), torch.device(device):
                 return build()
 
@@ -323,6 +334,8 @@ def parameters_on_meta() -> Iterator[None]:
     """
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:  # shared with another module
+            return parameter
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return a replacement
@@ -330,6 +343,28 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def fill_random(net: nn.Module, source: torch.device, device: torch.device) -> nn.Module:
+    """Replace parameters on the meta device by random ones on `device`, drawn one after the other on `source`.
+
+    A GPU draws billions of numbers in seconds, without room for the whole network. Matrices keep the size of their
+    input, vectors are those of an untrained norm or bias.
+    """
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for module in net.modules():
+        for name, p in module._parameters.items():
+            if p is None or not p.is_meta:
+                continue
+            if p not in filled:
+                x = torch.empty(p.shape, dtype=p.dtype, device=source)
+                if p.ndim >= 2:
+                    x.normal_(std=p[0].numel() ** -0.5)
+                else:
+                    x.fill_(float(name == "weight"))
+                filled[p] = nn.Parameter(x.to(device), requires_grad=p.requires_grad)
+            module._parameters[name] = filled[p]
+    return net
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -156,7 +156,8 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
     """Copy the values of rank 0 to all ranks."""
     for tensor in tensors:
         values = tensor.detach().contiguous()
-        dist.broadcast(values, 0)
+        # Gloo has no float8, whose bytes are as good.
+        dist.broadcast(values.view(torch.uint8) if values.itemsize == 1 else values, 0)
         tensor.copy_(values)
 
 

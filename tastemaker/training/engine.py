@@ -151,7 +151,7 @@ class Engine:
             if self._context is not None:
                 context_parallel.enable_context_parallel(net, self._context)
             if self.config.base_precision != "same":
-                quantized_base.quantize_frozen_layers(net, self.config.base_precision)
+                quantized_base.quantize_frozen_layers(net, self.config.base_precision, self.device)
             if self.config.rollout_precision != "same":
                 rollout_precision.use_low_precision_rollouts(net, self.config.rollout_precision, self.device)
             in_blocks = self.config.compile and activation_memory.should_compile_blocks(net)
@@ -311,12 +311,14 @@ class Engine:
         adam = self.optimizer
         if isinstance(adam, optimizer.TorchAdamW) and adam.fused and not self.scaler and not self.mesh:
             self._step_on_device(grads, update.measured, adam, lr)
+            mark_changed(parameters)
             self._zero_grad(parameters)
             return update
         try:
             result = update.result()
             if not result.skipped:
                 self._step_on_host(grads, result.grad_norm, lr)
+                mark_changed(parameters)
             elif self.scaler:
                 self.scaler.on_overflow()
         finally:
@@ -359,6 +361,14 @@ class Engine:
         """Destroy the process group if this engine created it."""
         if self._started:
             distributed.destroy_process_group()
+
+
+def mark_changed(parameters: Sequence[Tensor]) -> None:
+    """Raise the versions of tensors, which fused and compiled optimizers do not do.
+
+    Copies in 8 bits are made again when the version of a weight has changed.
+    """
+    torch.autograd.graph.increment_version(parameters)
 
 
 def _keep_gathered(net: nn.Module, inputs: Any) -> None:

@@ -19,6 +19,7 @@ from ..config.schema import EngineConfig
 from ..core.errors import TrainingError
 from ..core.types import Placement
 from ..core.weights import NetworkTraits
+from .low_precision_linear import RolloutLinear
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MAX_SKIPPED_UPDATES = 20  # updates skipped in a row before the run stops
@@ -231,7 +232,7 @@ def cast_weights(net: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     For one call of a network that uses each weight once: the gradients of two uses would be summed in `dtype`.
     """
-    layers = [module for module in net.modules() if type(module) in (nn.Linear, nn.Conv2d)]
+    layers = [module for module in net.modules() if type(module) in (nn.Linear, RolloutLinear, nn.Conv2d)]
     named = [(layer, name, p) for layer in layers for name, p in layer.named_parameters() if p.dtype == torch.float32]
     cast = CastWeights.apply(dtype, *(p for _, _, p in named))  # type: ignore[no-untyped-call]
     try:

@@ -6,62 +6,37 @@ keep the precision of the run. With `engine.rollout_precision` rollouts multiply
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from .activation_memory import repeated_blocks
-from .rollout_precision import Kind, is_large, quantize_rows
+from .low_precision_linear import Kind, QuantizedLinear, is_large, quantize_rows
 
 
-class ExpandedLinear(torch.autograd.Function):
-    """x W^T + b for a frozen W in 8 bits. The backward pass expands W again instead of keeping it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, scale)
-        return F.linear(x, expand(weight, scale, x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, scale = ctx.saved_tensors
-        return grad @ expand(weight, scale, grad.dtype), None, None, None
-
-
-def expand(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [M, K] of 8-bit numbers with a scale per row [M, 1]."""
-    return weight.to(dtype) * scale.to(dtype)
-
-
-class QuantizedLinear:
-    """The forward method of a linear layer whose frozen weight is kept in 8 bits."""
-
-    def __init__(self, layer: nn.Linear, kind: Kind) -> None:
-        numbers, scale = quantize_rows(layer.weight.detach(), kind)
-        layer.weight = nn.Parameter(numbers, requires_grad=False)
-        layer.register_buffer("weight_scale", scale, persistent=False)
-        self.layer = layer
-
-    def __call__(self, x: Tensor) -> Tensor:
-        device, bias = x.device.type, self.layer.bias
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        with torch.autocast(device, enabled=False):
-            out: Tensor = ExpandedLinear.apply(  # type: ignore[no-untyped-call]
-                x.to(dtype), self.layer.weight, self.layer.weight_scale, None if bias is None else bias.to(dtype)
-            )
-        return out
+def large_linear_layers(net: nn.Module) -> list[nn.Linear]:
+    """Return the large linear layers of the blocks that may compute in 8 bits: all but those of adapters."""
+    layers: list[nn.Linear] = []
+    for block in repeated_blocks(net):
+        for name, module in block.named_modules():
+            # Frozen adapters are snapshots of the live one, which trains in the precision of the run.
+            is_adapter = any(part.startswith("lora_") for part in name.split("."))
+            if type(module) in (nn.Linear, QuantizedLinear) and not is_adapter:
+                assert isinstance(module, nn.Linear)
+                layers += [module] if is_large(module.weight) else []
+    return layers
 
 
 @torch.no_grad()
-def quantize_frozen_layers(net: nn.Module, kind: Kind) -> list[nn.Linear]:
+def quantize_frozen_layers(net: nn.Module, kind: Kind, device: torch.device | None = None) -> list[nn.Linear]:
     """Keep the weights of the large frozen linear layers of the blocks in 8 bits; return these layers.
 
-    Weights are replaced one after the other, so that the memory for two copies of the network is never needed.
+    Weights are replaced one after the other, so that the memory for two copies of the network is never needed. With a
+    `device` they are rounded and kept there, which need not have room for the whole network in full precision.
     """
-    modules = [module for block in repeated_blocks(net) for module in block.modules()]
-    layers = [m for m in modules if type(m) is nn.Linear and is_large(m.weight) and not m.weight.requires_grad]
+    layers = [layer for layer in large_linear_layers(net) if not layer.weight.requires_grad]
     for layer in layers:
-        layer.forward = QuantizedLinear(layer, kind)  # type: ignore[assignment, method-assign]  # names stay the same
+        numbers, scale = quantize_rows(layer.weight.detach().to(device or layer.weight.device), kind)
+        layer.weight = nn.Parameter(numbers, requires_grad=False)
+        layer.register_buffer("weight_scale", scale, persistent=False)
+        layer.__class__ = QuantizedLinear  # in place, so that parameter names stay the same
     return layers

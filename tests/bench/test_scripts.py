@@ -39,6 +39,9 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param(
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
+        pytest.param(
+            "small_gpu", "srpo-flux,grpo-flux,grpo-sd35,grpo-z-image", "s per prompt", marks=LONG, id="small-gpu"
+        ),
         pytest.param("generators", "grpo-z-image-turbo", "s per prompt", marks=SLOW, id="generators"),
         pytest.param(
             "generators", "grpo-flux2-klein,draft-flux2-klein,dancegrpo-wan-i2v", "s per prompt", marks=LONG, id="flux2"
@@ -77,6 +80,15 @@ def test_generator_step_is_judged_by_the_plan_and_the_network_share(
     assert generators.planned_step("grpo-flux2-klein", chosen, options).items() >= planned.items()
     with pytest.raises(SystemExit, match="no plan"):  # of another group size
         generators.planned_step("grpo-flux2-klein", generators.Measured(samples=8), options)
+
+
+@pytest.mark.slow
+def test_settings_of_the_command_line_reach_every_section(tmp_path: Path) -> None:
+    settings = ["--set", "engine.rollout_precision=fp8", "--set", "batch.prompts=1"]
+    results, output = run_script(
+        tmp_path, "small_gpu", "--tiny", "--sections", "srpo-flux", "--kind", "int8", *settings
+    )
+    assert "[srpo-flux]" in output and results[-1]["steps"] == 2 and results[-1]["kind"] == "int8"
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tastemaker.core.weights import FullFinetuning
 from tastemaker.models import flux
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.latent_packing import latent_image_ids, pack_latents, unpack_latents
-from tastemaker.models.pipeline_components import dynamic_shift
+from tastemaker.models.pipeline_components import dynamic_shift, fill_random, parameters_on_meta
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
@@ -205,3 +205,22 @@ def test_every_objective_changes_the_weights(objective: Any, tuning: Any) -> Non
     toys.train(policy, objective, [toys.prompts(4)], 1e-3)
     assert any(not p.equal(before[key]) for key, p in policy.weights.trainable().items())
     assert all(torch.isfinite(p).all() for p in policy.weights.trainable().values())
+
+
+def test_random_weights_are_drawn_on_one_device_and_kept_on_another() -> None:
+    """As a GPU draws those that it has no room for; shared ones stay shared."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+            self.norm = torch.nn.LayerNorm(32)
+            self.head.weight = self.embed.weight
+            self.register_buffer("table", torch.arange(4.0))
+
+    with parameters_on_meta():
+        net = fill_random(Tied(), torch.device("cpu"), torch.device("cpu"))
+    assert net.head.weight is net.embed.weight and net.table.tolist() == [0, 1, 2, 3]
+    generator = torch.Generator().manual_seed(0)
+    assert 0.9 < net.head(torch.randn(64, 32, generator=generator)).std().item() < 1.1
+    assert net.norm.weight.eq(1).all() and net.norm.bias.eq(0).all() and net.head.bias.eq(0).all()

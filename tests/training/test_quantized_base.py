@@ -17,11 +17,12 @@ from tastemaker.core.lora import LoraWeights
 from tastemaker.core.registry import ConfigError
 from tastemaker.diagnostics.plan import estimate_resources
 from tastemaker.export.weights import load_weights
-from tastemaker.training import rollout_precision
+from tastemaker.training import low_precision_linear
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
-from tastemaker.training.quantized_base import expand, quantize_frozen_layers
-from tastemaker.training.rollout_precision import Kind, use_low_precision_rollouts
+from tastemaker.training.low_precision_linear import Kind, QuantizedLinear, RolloutLinear, expand
+from tastemaker.training.quantized_base import large_linear_layers, quantize_frozen_layers
+from tastemaker.training.rollout_precision import use_low_precision_rollouts
 
 CPU = torch.device("cpu")
 
@@ -72,8 +73,8 @@ def test_exports_merge_into_full_precision(tmp_path: Path, monkeypatch: pytest.M
     quantize_frozen_layers(weights.net, "int8")
     with pytest.raises(ConfigError, match=r"engine\.base_precision.*TM2610"):
         weights.merged()
-    monkeypatch.setattr(rollout_precision, "MIN_WEIGHTS", 1)
-    monkeypatch.setattr(rollout_precision, "ALIGNMENT", 1)
+    monkeypatch.setattr(low_precision_linear, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(low_precision_linear, "ALIGNMENT", 1)
     monkeypatch.setattr("tastemaker.training.quantized_base.repeated_blocks", lambda net: [net])
     config = load("grpo-lora-toy-flow", ["engine.base_precision=int8"])
     run = build(config, tmp_path)
@@ -85,16 +86,26 @@ def test_exports_merge_into_full_precision(tmp_path: Path, monkeypatch: pytest.M
 
 def test_rollouts_use_the_8_bit_weights_themselves() -> None:
     weights = adapted()
-    layers = quantize_frozen_layers(weights.net, "int8")
-    low = use_low_precision_rollouts(weights.net, "int8", CPU)
+    assert len(quantize_frozen_layers(weights.net, "int8")) == 2
+    assert not use_low_precision_rollouts(weights.net, "int8", CPU).layers  # that would need a copy
     out = rollout_call(weights.net, inputs())
-    assert [each.weight is layer.weight for each, layer in zip(low, layers, strict=True)] == [True, True]
     assert 0 < relative_difference(out, weights.net(inputs()).detach()) < 0.02
+
+
+def test_frozen_adapters_keep_their_precision() -> None:
+    weights = LoraWeights(Blocks(), LoraConfig(r=256, target_modules=["blocks.0", "blocks.1"]), ["old", "ema"])
+    names = [name for name, module in weights.net.named_modules() if module in large_linear_layers(weights.net)]
+    assert names == ["blocks.0.base_layer", "blocks.1.base_layer"]
+    assert len(quantize_frozen_layers(weights.net, "int8")) == 2
+    assert len({p.dtype for p in weights._adapter("old").values()} | {torch.float32}) == 1
+    use_low_precision_rollouts(weights.net, "int8", CPU)
+    kinds = {type(module) for name, module in weights.net.named_modules() if ".lora_" in name and "." in name}
+    assert torch.nn.Linear in kinds and not any(issubclass(kind, QuantizedLinear | RolloutLinear) for kind in kinds)
 
 
 @pytest.mark.slow
 def test_adapters_train_on_quantized_weights_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_precision, "MIN_WEIGHTS", 256)
+    monkeypatch.setattr(low_precision_linear, "MIN_WEIGHTS", 256)
     settings = ["sample.every=0", "guard.every=0", "engine.base_precision=int8", "checkpoint.every=1"]
     config = load("srpo-qwen-image-lora", [*settings, "steps=2"])
     require_valid(config)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from engine_toys import build_engine
+from peft import LoraConfig
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from tastemaker.config.build import build
 from tastemaker.config.check import require_valid
 from tastemaker.config.load import load
+from tastemaker.config.schema import OptimConfig
+from tastemaker.core.lora import LoraWeights
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.rollout_scope import ROLLOUTS
-from tastemaker.training import rollout_precision
+from tastemaker.core.weights import FullWeights
+from tastemaker.training import activation_memory, low_precision_linear
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
-from tastemaker.training.rollout_precision import Kind, quantize_rows, use_low_precision_rollouts
+from tastemaker.training.low_precision_linear import Kind, quantize_rows
+from tastemaker.training.optimizer import TorchAdamW
+from tastemaker.training.quantized_base import quantize_frozen_layers
+from tastemaker.training.rollout_precision import use_low_precision_rollouts
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize(("kind", "error"), [("fp8", 0.06), ("int8", 0.02)])
@@ -70,7 +80,7 @@ def test_rows_are_rounded_to_8_bits(kind: Kind, error: float) -> None:
 def test_only_rollouts_compute_in_8_bits(kind: Kind, error: float) -> None:
     net, x = Blocks(), inputs()
     exact = net(x).detach()
-    assert len(use_low_precision_rollouts(net, kind, CPU)) == 2  # not the layer outside of the blocks
+    assert len(use_low_precision_rollouts(net, kind, CPU).layers) == 2  # not the layer outside of the blocks
     assert list(net.state_dict()) == list(Blocks().state_dict())
     with torch.no_grad():
         assert net(x).equal(exact)
@@ -85,14 +95,14 @@ def test_only_rollouts_compute_in_8_bits(kind: Kind, error: float) -> None:
 
 def test_changed_weights_are_copied_again() -> None:
     net, x = Blocks(), inputs()
-    layers = use_low_precision_rollouts(net, "int8", CPU)
+    layers = use_low_precision_rollouts(net, "int8", CPU).layers
     before = rollout_call(net, x)
-    copy = layers[0].weight
+    copy = layers[0].rollout_weight
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     net(x).square().mean().backward()
     optimizer.step()
     after = rollout_call(net, x)
-    assert layers[0].weight is copy  # compiled calls may keep its address
+    assert layers[0].rollout_weight is copy  # compiled calls may keep its address
     assert relative_difference(after, before) > 0.05
     assert relative_difference(after, net(x).detach()) < 0.03
 
@@ -100,12 +110,70 @@ def test_changed_weights_are_copied_again() -> None:
 def test_adapters_keep_their_precision() -> None:
     net = Blocks()
     net.blocks[0].requires_grad_(False)
-    assert [layer.layer for layer in use_low_precision_rollouts(net, "int8", CPU)] == [net.blocks[0]]
+    assert use_low_precision_rollouts(net, "int8", CPU).layers == [net.blocks[0]]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "int8"])
+def test_updates_of_every_optimizer_renew_the_copies(optimizer: str) -> None:
+    weights = FullWeights(Blocks())
+    optim = OptimConfig(lr=1e-2, state_dtype="int8" if optimizer == "int8" else "fp32")
+    engine = build_engine(weights, optim, rollout_precision="int8")
+    if optimizer == "fused":  # as on a GPU
+        engine.optimizer = TorchAdamW(engine.parameters, optim, fused=True)
+    before = rollout_call(weights.net, inputs())
+    engine.backward(weights.net(inputs()).square().mean(), last=True)
+    engine.step(0)
+    after = rollout_call(weights.net, inputs())
+    assert relative_difference(after, before) > 0.05
+    assert relative_difference(after, weights.net(inputs()).detach()) < 0.03
+
+
+class ManyBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # from PyTorch itself
+@pytest.mark.parametrize("base", ["same", "int8"])
+def test_8_bit_blocks_share_graphs(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = (LoraWeights(ManyBlocks(), LoraConfig(r=4, target_modules=r"blocks\.\d\.0")) for _ in range(2))
+    outputs = []
+    for weights in (eager, compiled):
+        if base != "same":
+            quantize_frozen_layers(weights.net, "int8")
+        use_low_precision_rollouts(weights.net, "int8", CPU)
+        if weights is compiled:
+            activation_memory.compile_blocks(weights.net)
+        x = inputs()
+        for _ in range(2):
+            low = rollout_call(weights.net, x)
+            with torch.no_grad():
+                exact = weights.net(x)
+            out = weights.net(x)
+            out.square().mean().backward()
+        outputs.append(torch.stack([low, exact, out.detach()]))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
+    assert relative_difference(outputs[1][0], outputs[1][1]) > 1e-4
+    # Without gradients a graph for rollouts and one for other calls; with them one for the first block, whose input
+    # needs no gradient, and one for the others.
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
 
 
 @pytest.fixture
 def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_precision, "MIN_WEIGHTS", 256)
+    monkeypatch.setattr(low_precision_linear, "MIN_WEIGHTS", 256)
 
 
 @pytest.mark.slow

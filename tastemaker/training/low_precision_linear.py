@@ -1,0 +1,134 @@
+"""Linear layers with weights in 8 bits and a scale per row: of a frozen base, and for rollouts.
+
+A layer becomes one of them by assigning its class, so that parameters keep their names. What a layer computes depends
+on its class and buffers only: torch.compile shares one graph between equal blocks. GPUs multiply FP8 or int8; other
+devices round to the same numbers and multiply in the dtype of the run, which shows what the rounding does, but is
+slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.rollout_scope import ROLLOUTS
+
+Kind = Literal["fp8", "int8"]
+MIN_WEIGHTS = 1 << 16  # smaller layers gain nothing
+MIN_ROWS = 32  # of an input; kernels for integers need more than 16, and fewer gain nothing
+ALIGNMENT = 16  # of both sides of a weight, which the kernels need
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+AMAX_FLOOR = 1e-30  # of rows of zeros
+
+
+def is_large(weight: Tensor) -> bool:
+    return weight.numel() >= MIN_WEIGHTS and all(side % ALIGNMENT == 0 for side in weight.shape)
+
+
+def kind_of(weight: Tensor) -> Kind:
+    return "int8" if weight.dtype == torch.int8 else "fp8"
+
+
+def quantize_rows(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Round x [N, K] to 8 bits; return the numbers and the scale of each row in fp32: [N, K], [N, 1].
+
+    One reduction and one elementwise pass, which torch.compile fuses to one kernel that writes nothing but the result.
+    """
+    amax = x.abs().amax(-1, keepdim=True).float().clamp(min=AMAX_FLOOR)
+    scaled = x.float() * (LARGEST[kind] / amax)
+    return (scaled.round() if kind == "int8" else scaled).to(DTYPES[kind]), amax / LARGEST[kind]
+
+
+def expand(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight [M, K] of 8-bit numbers with a scale per row [M, 1]."""
+    return weight.to(dtype) * scale.to(dtype)
+
+
+def linear_8bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b for x [..., K] rounded to 8 bits, and W [M, K] in 8 bits with a scale per row [M, 1]."""
+    dtype = compute_dtype(x)
+    rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]), kind_of(weight))
+    if x.device.type == "cuda" and weight.dtype == torch.float8_e4m3fn:
+        # bf16 is the only result of the kernel for scales per row, and has to be the dtype of the bias too.
+        product = torch._scaled_mm(
+            rows,
+            weight.t(),
+            row_scale,
+            scale.t(),
+            bias=None if bias is None else bias.to(torch.bfloat16),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        ).to(dtype)
+    else:
+        if x.device.type == "cuda":
+            product = (torch._int_mm(rows, weight.t()).float() * row_scale * scale.t()).to(dtype)
+        else:
+            product = (rows.float() * row_scale).to(dtype) @ (weight.float() * scale).to(dtype).t()
+        product = product if bias is None else product + bias.to(dtype)
+    return product.view(*x.shape[:-1], -1)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer computes in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def computes_in_8_bits(x: Tensor) -> bool:
+    """Whether a layer's call with this input belongs to a rollout and gains from 8 bits."""
+    # The cheapest condition first: compiled graphs with gradients do not depend on the others.
+    return not torch.is_grad_enabled() and ROLLOUTS.active and x.numel() // x.shape[-1] >= MIN_ROWS
+
+
+class RolloutLinear(nn.Linear):
+    """A linear layer that multiplies an 8-bit copy of its weight in rollouts; see `rollout_precision`."""
+
+    rollout_weight: Tensor | None  # [M, K], made before the first rollout
+    rollout_scale: Tensor | None  # [M, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not computes_in_8_bits(x):
+            return super().forward(x)
+        assert self.rollout_weight is not None and self.rollout_scale is not None
+        return linear_8bit(x, self.rollout_weight, self.rollout_scale, self.bias)
+
+
+class ExpandedLinear(torch.autograd.Function):
+    """x W^T + b for a frozen W in 8 bits. The backward pass expands W again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        return F.linear(x, expand(weight, scale, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, scale = ctx.saved_tensors
+        return grad @ expand(weight, scale, grad.dtype), None, None, None
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose frozen weight is kept in 8 bits, and expanded where it is used."""
+
+    weight_scale: Tensor  # [M, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, bias = compute_dtype(x), self.bias
+        with torch.autocast(x.device.type, enabled=False):
+            out: Tensor = ExpandedLinear.apply(  # type: ignore[no-untyped-call]
+                x.to(dtype), self.weight, self.weight_scale, None if bias is None else bias.to(dtype)
+            )
+        return out
+
+
+class QuantizedRolloutLinear(QuantizedLinear):
+    """A linear layer whose frozen weight is kept in 8 bits, which rollouts multiply as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not computes_in_8_bits(x):
+            return super().forward(x)
+        return linear_8bit(x, self.weight, self.weight_scale, self.bias)
