@@ -1,4 +1,4 @@
-"""The commands of docs/forward-process.md that measure what is left: their cells, settings and options exist."""
+"""The commands of docs/forward-process.md that repeat its newest measurements: their cells, settings and options exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_bench_command_plans_every_open_measurement_with_its_control() -> None:
+def test_bench_command_plans_every_measurement_with_its_control() -> None:
     (words,) = (shlex.split(line) for line in COMMANDS if "bench playground" in line)
     plan, cells = load_plan("playground"), option(words, "--cells").split(",")
     seeds, controls = (parse_seeds(option(words, name), name) for name in ("--seeds", "--control-seeds"))
