@@ -109,7 +109,9 @@ def diagnose(
         chunk = slice(first, first + options.batch_size)
         prompts, metadata = tuple(benchmark.prompts[chunk]), tuple(benchmark.metadata[chunk])
         cond = policy.embed(prompts, metadata).repeat(options.n)
-        rng = Randomness(options.seed, 0, torch.arange(first, first + len(prompts), device=options.device)).repeat(options.n)
+        rng = Randomness(options.seed, 0, torch.arange(first, first + len(prompts), device=options.device)).repeat(
+            options.n
+        )
         rollout = start_candidates(policy, cond, rng)
         for _ in range(step):
             rollout.step()

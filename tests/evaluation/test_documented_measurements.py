@@ -1,4 +1,4 @@
-"""The commands of docs/forward-process.md that repeat its newest measurements: their cells, settings and options exist."""
+"""The commands of docs/forward-process.md for its newest measurements: their cells, settings and options exist."""
 
 from __future__ import annotations
 

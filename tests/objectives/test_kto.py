@@ -100,7 +100,9 @@ class OneOfTwoRanks(SingleProcess):
     both: Tensor | None = None
 
     def gather(self, x: Tensor) -> Tensor:
-        assert self.both is not None and any(torch.allclose(x, half, rtol=1e-4, atol=1e-5) for half in self.both.chunk(2))
+        assert self.both is not None and any(
+            torch.allclose(x, half, rtol=1e-4, atol=1e-5) for half in self.both.chunk(2)
+        )
         return self.both
 
 
