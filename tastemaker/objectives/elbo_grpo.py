@@ -176,11 +176,11 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
                 self.timestep_shift,
                 self.timestep_sharing,
                 self.noise_sharing,
-                self.group_size,
+                self.rows_per_prompt(),
             )
         if isinstance(process, MaskedProcess):
             return MaskedEstimator(
-                process, self.num_timesteps, self.timestep_sharing, self.noise_sharing, self.group_size
+                process, self.num_timesteps, self.timestep_sharing, self.noise_sharing, self.rows_per_prompt()
             )
         return ExactEstimator()
 

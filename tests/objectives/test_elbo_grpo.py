@@ -13,6 +13,7 @@ import toys
 from golden_cases import GoldenCase, assert_golden, load_cases
 from torch import Tensor
 
+from tastemaker.core.group_selection import PoolSelection
 from tastemaker.core.policy import Policy, Process
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Reward, RewardCard, RewardSpec
@@ -27,6 +28,7 @@ from tastemaker.objectives.likelihood_estimators import (
     masked_elbo,
 )
 from tastemaker.objectives.timestep_sampling import sample_grid_indices, sample_timesteps
+from tastemaker.processes.dynamics import ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.masked import MaskedProcess
 from tastemaker.processes.paths import RectifiedFlow
@@ -279,10 +281,31 @@ def test_samples_of_a_prompt_share_levels_and_noise() -> None:
         assert torch.equal(subset.x, noisy[2].x[rows])
 
 
+@pytest.mark.parametrize("name", ["flow", "masked"])
+def test_kept_samples_of_a_pool_share_levels_and_noise_within_their_prompt_only(name: str) -> None:
+    """The rows of kept samples are numbered within the pool: 12 of each prompt, of which 4 are left."""
+    keep = PoolSelection(best=2, worst=2, pool_size=12, pool_num_steps=2)
+    objective = ElboGRPO(group_size=4, timestep_sampling="path", num_timesteps=2, keep=keep)
+    policy = toys.policy(name, snapshots=objective.snapshots())
+    if name == "flow":
+        policy = replace(policy, process=replace(policy.process, dynamics=ODE()))
+    experience = objective.collect(toys.context(policy, 4), toys.prompts(4))
+    assert experience.rng.rows.view(4, 4).div(12, rounding_mode="floor").T.unique(dim=0).tolist() == [[0, 1, 2, 3]]
+    estimator = objective.make_estimator(policy.process)
+    noisy = [
+        estimator.corrupt(policy, experience.trajectory.final, experience.rng, level)
+        for level in range(estimator.num_levels)
+    ]
+    for draws in (torch.stack([each.t for each in noisy], 1), torch.cat([each.noise.flatten(1) for each in noisy], 1)):
+        prompts = draws.view(4, 4, -1)
+        assert torch.equal(prompts, prompts[:, :1].expand_as(prompts))
+        assert len(prompts[:, 0].unique(dim=0)) == 4
+
+
 @pytest.mark.parametrize("sharing", ["independent", "group"])
 def test_masks_and_complements_cover_every_token_once(sharing: Any) -> None:
     policy, tokens = toys.policy("masked"), 16
-    estimator = MaskedEstimator(cast(MaskedProcess, policy.process), 2, sharing, sharing, group_size=4)
+    estimator = MaskedEstimator(cast(MaskedProcess, policy.process), 2, sharing, sharing, rows_per_prompt=4)
     rng = Randomness(0, 0, torch.arange(2000)).repeat(4)
     x = torch.zeros(len(rng), tokens, dtype=torch.long)
     masks = [estimator.corrupt(policy, x, rng, level).noise for level in range(estimator.num_levels)]

@@ -24,9 +24,11 @@ from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Condition, Placement, Trajectory, concatenate, select_rows
 from tastemaker.diagnostics.doctor import run_doctor
 from tastemaker.objectives.advantages import filter_weights
+from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.ram import RAM
 from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
 from tastemaker.processes.dynamics import ODE
 from tastemaker.rewards.color import ColorReward
@@ -150,7 +152,10 @@ def test_best_and_worst_of_each_pool_are_picked() -> None:
     assert keep.pick(rewards).tolist() == [1, 4, 2, 9, 6, 8]  # of equal rewards, the first
 
 
-@pytest.mark.parametrize("objective", [NFT(group_size=4, keep=KEEP), OnlineDPO(group_size=4, keep=KEEP)])
+SELECTING = [kind(group_size=4, keep=KEEP) for kind in (NFT, OnlineDPO, RAM, ElboGRPO)]
+
+
+@pytest.mark.parametrize("objective", SELECTING, ids=lambda objective: type(objective).__name__)
 def test_selected_samples_equal_a_plain_rollout_of_the_same_rows(objective: Any) -> None:
     policy, batch = deterministic(toys.policy("flow", snapshots=objective.snapshots())), toys.prompts(8)
     ctx = group_context(policy, 8, ColorReward(), batch_size=4)
