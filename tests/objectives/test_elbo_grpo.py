@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -343,3 +343,84 @@ def test_norm_guard_acts_only_on_larger_velocities() -> None:
         with torch.no_grad():
             for key, p in policy.weights.trainable().items():
                 p.copy_(before[key])
+
+
+def moved_policy(objective: ElboGRPO, name: str) -> tuple[Any, Any, Policy[Any]]:
+    """Experience without advantages of a policy that has moved since: all that is left of the loss are its anchors."""
+    policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
+    ctx = toys.context(policy, 4)
+    experience = objective.collect(ctx, toys.prompts(4))
+    toys.perturb(policy, 0.01)
+    return ctx, replace(experience, advantage=torch.zeros_like(experience.advantage)), policy
+
+
+def predicted_velocity(policy: Policy[Any], cond: Condition, noisy: Corrupted, snapshot: str | None = None) -> Tensor:
+    """The network's output on rectified flow, of the live weights or of a snapshot."""
+    with policy.weights.use(snapshot) if snapshot else nullcontext():
+        return cast(Tensor, policy.model.predict(noisy.x, noisy.t, cond)).double()
+
+
+ESTIMATORS: dict[str, Any] = {"k1": lambda x: x, "k2": lambda x: x**2 / 2, "k3": lambda x: x.exp() - 1 - x}
+
+
+@pytest.mark.parametrize("name", ["flow", "epsilon"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_kl_estimates_of_likelihoods_and_their_gradients(estimator: Any, name: str) -> None:
+    """The anchor is that function of l - l_ref at each level, and only the live likelihood has a gradient."""
+    objective = ElboGRPO(group_size=4, num_timesteps=2, kl_coef=0.7, kl_estimator=estimator, timestep_sampling="path")
+    ctx, experience, policy = moved_policy(objective, name)
+    trajectory, levels = experience.trajectory, objective.make_estimator(policy.process)
+    expected = []
+    for level in range(2):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, level)
+        with policy.weights.use("reference"):
+            reference = levels.estimate(policy, trajectory.cond, trajectory.final, noisy).likelihood
+        x = levels.estimate(policy, trajectory.cond, trajectory.final, noisy).likelihood - reference
+        assert x.abs().min() > 1e-8
+        expected.append(ESTIMATORS[estimator](x))
+    for part, kl in zip(objective.parts(experience), expected, strict=True):
+        loss = objective.loss(ctx, experience, part)
+        torch.testing.assert_close(loss.metrics["kl"], kl.detach())
+        torch.testing.assert_close(loss.rows, 0.7 * kl / 2)
+        actual, full = (toys.gradient(policy, rows.sum()) for rows in (loss.rows, 0.7 * kl / 2))
+        torch.testing.assert_close(actual, full, rtol=1e-4, atol=1e-5 * float(full.abs().max()))
+
+
+@pytest.mark.parametrize("weighting", ["output", "clean", "elbo"])
+def test_anchor_weightings_by_the_distance_of_velocities(weighting: Any) -> None:
+    """AWM's ELBO weighting divides by twice the variance of Flow-SDE with noise 0.7, whose level stops at 0.99."""
+    objective = ElboGRPO(group_size=4, num_timesteps=4, kl_coef=0.7, kl_weighting=weighting)
+    ctx, experience, policy = moved_policy(objective, "flow")
+    trajectory, levels = experience.trajectory, objective.make_estimator(policy.process)
+    seen = []
+    for part in objective.parts(experience):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, part.index)
+        live, reference = (predicted_velocity(policy, trajectory.cond, noisy, name) for name in (None, "reference"))
+        t = noisy.t.double()
+        variance = 0.7**2 * t / (1 - t.clamp(max=0.99))
+        weight = {"output": torch.ones_like(t), "clean": t**2, "elbo": 1 / (2 * variance)}[weighting]
+        expected = weight * ((live - reference) ** 2).flatten(1).mean(1)
+        torch.testing.assert_close(objective.loss(ctx, experience, part).metrics["kl"], expected, rtol=1e-4, atol=0)
+        seen += t.tolist()
+    assert max(seen) == 1 and min(seen) < 0.5
+
+
+def test_norm_guard_is_the_squared_excess_of_the_norm_over_the_references() -> None:
+    objective = ElboGRPO(group_size=4, kl_coef=0.0, norm_guard_coef=2.0, ratio="none", timestep_sampling="path")
+    ctx, experience, policy = moved_policy(objective, "flow")
+    trajectory, levels = experience.trajectory, objective.make_estimator(policy.process)
+    signs: set[bool] = set()
+    for part in objective.parts(experience):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, part.index)
+        norm, reference = (
+            (predicted_velocity(policy, trajectory.cond, noisy, name) ** 2).flatten(1).mean(1).sqrt()
+            for name in (None, "reference")
+        )
+        loss = objective.loss(ctx, experience, part)
+        expected = 2.0 * (norm - reference).clamp(min=0) ** 2 / experience.num_levels
+        torch.testing.assert_close(loss.rows, expected, rtol=1e-4, atol=1e-5 * float(expected.detach().max()))
+        torch.testing.assert_close(loss.metrics["velocity_norm_ratio"], (norm / reference).detach(), rtol=1e-5, atol=0)
+        actual, full = (toys.gradient(policy, value.sum()) for value in (loss.rows, expected))
+        torch.testing.assert_close(actual, full, rtol=1e-3, atol=1e-4 * float(full.abs().max()))
+        signs |= set((norm > reference).tolist())
+    assert signs == {True, False}
