@@ -424,3 +424,56 @@ def test_norm_guard_is_the_squared_excess_of_the_norm_over_the_references() -> N
         torch.testing.assert_close(actual, full, rtol=1e-3, atol=1e-4 * float(full.abs().max()))
         signs |= set((norm > reference).tolist())
     assert signs == {True, False}
+
+
+@pytest.mark.parametrize("ratio", ["per_sample", "none"])
+@pytest.mark.parametrize("estimator", ["mse", *ESTIMATORS])
+def test_importance_weights_of_anchors_and_their_gradients(estimator: Any, ratio: Any) -> None:
+    """With w = exp(l - l_old) the anchor is w D; the gradient of the weight is a part of its gradient."""
+    objective = ElboGRPO(group_size=4, num_timesteps=2, kl_coef=0.7, kl_estimator=estimator, ratio=ratio)
+    weighted = replace(objective, kl_importance=True)
+    ctx, experience, policy = moved_policy(weighted, "flow")
+    levels, trajectory = weighted.make_estimator(policy.process), experience.trajectory
+    assert experience.old_likelihood is not None
+    for part, plain in zip(weighted.parts(experience), objective.parts(experience), strict=True):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, part.index)
+        likelihood = levels.estimate(policy, trajectory.cond, trajectory.final, noisy).likelihood
+        weight = (likelihood - experience.old_likelihood[:, part.index]).exp()
+        expected = weight * objective.loss(ctx, experience, plain).rows
+        loss = weighted.loss(ctx, experience, part)
+        assert (weight - 1).abs().min() > 1e-8
+        torch.testing.assert_close(loss.rows, expected)
+        assert bool((loss.metrics["ratio"] == 1).all()) == (ratio == "none")
+        actual, full = (toys.gradient(policy, rows.sum()) for rows in (loss.rows, expected))
+        torch.testing.assert_close(actual, full, rtol=1e-4, atol=1e-5 * float(full.abs().max()))
+
+
+def test_importance_weighted_k1_has_the_gradient_of_the_kl_to_the_reference() -> None:
+    """Five outcomes with exact likelihoods: the mean over the sampling policy equals KL(policy || reference)."""
+    logits, old, reference = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    old, reference = old.log_softmax(0), reference.log_softmax(0)
+    zeros, ones = torch.zeros(5, 1, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    noisy = Corrupted(zeros, ones, zeros + 1)
+    logits.requires_grad_(True)
+
+    def mean_anchor(objective: ElboGRPO) -> Tensor:
+        current, other = (LikelihoodEstimate(x, zeros, ones, ones) for x in (logits.log_softmax(0), reference))
+        rows, _ = objective.anchor_penalty(current, {"reference": other}, noisy, zeros, old)
+        return (old.exp() * rows).sum()
+
+    weighted = ElboGRPO(kl_coef=1.0, kl_estimator="k1", kl_importance=True)
+    log_prob = logits.log_softmax(0)
+    exact = (log_prob.exp() * (log_prob - reference)).sum()
+    torch.testing.assert_close(mean_anchor(weighted), exact)
+    gradients = [torch.autograd.grad(value, logits)[0] for value in (mean_anchor(weighted), exact)]
+    torch.testing.assert_close(*gradients)
+    assert exact > 0.1 and gradients[0].abs().max() > 0.01
+    plain = torch.autograd.grad(mean_anchor(replace(weighted, kl_importance=False)), logits)[0]
+    assert not torch.allclose(plain, gradients[1], atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["masked", "causal"])
+def test_importance_weights_are_refused_on_tokens(name: str) -> None:
+    family = toys.FAMILIES[name]
+    assert "TM2764" in str(ElboGRPO(kl_importance=True).find_problem(family.process, (1,)))
+    assert ElboGRPO(kl_importance=True).find_problem(toys.FAMILIES["flow"].process, (1,)) is None
