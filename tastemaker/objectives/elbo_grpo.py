@@ -14,7 +14,6 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.distributions import expand_dims_like
 from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import (
     Context,
@@ -31,7 +30,7 @@ from ..core.types import Corrupted, Loss, PromptBatch, Trajectory, select_rows
 from ..processes.gaussian import GaussianProcess
 from ..processes.masked import MaskedProcess
 from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
-from .denoising_likelihood import LikelihoodKind
+from .denoising_likelihood import LikelihoodKind, find_norm_guard_problem, norm_guard
 from .likelihood_estimators import (
     DenoisingEstimator,
     ExactEstimator,
@@ -141,14 +140,12 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
                 "objective.ratio: per_level works on diffusion and flow models only, because ratios of single masks "
                 "collapse; set objective.ratio=per_sample [TM1542]"
             )
-        if self.norm_guard_coef:
-            return "objective.norm_guard_coef: token models have no velocity; set objective.norm_guard_coef=0 [TM1543]"
         if self.kl_importance:
             return (
                 "objective.kl_importance: it weights distances at single noise levels, which token models do not have; "
                 "their KL is one number per sample. Set objective.kl_importance=false [TM2764]"
             )
-        return None
+        return find_norm_guard_problem(process, self.norm_guard_coef)
 
     def needs_log_probs(self) -> bool:
         return False
@@ -349,11 +346,11 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
             penalty = penalty + self._anchors()[name] * weight * kl
             metrics["kl" if name == REFERENCE else f"{name}_kl"] = kl.detach()
             if name == REFERENCE:
-                norm = velocity_norm(noisy, clean, current.prediction, current.level)
-                reference_norm = velocity_norm(noisy, clean, other.prediction, current.level)
-                metrics["velocity_norm_ratio"] = (norm / reference_norm).detach()
+                guard, metrics["velocity_norm_ratio"] = norm_guard(
+                    noisy, clean, current.prediction, other.prediction, current.level
+                )
                 if self.norm_guard_coef:
-                    penalty = penalty + self.norm_guard_coef * (norm - reference_norm).clamp(min=0) ** 2
+                    penalty = penalty + self.norm_guard_coef * guard
         return penalty, metrics
 
     def distance(self, current: LikelihoodEstimate, other: LikelihoodEstimate) -> Tensor:
@@ -391,12 +388,3 @@ def all_likelihoods(
         noisy = estimator.corrupt(policy, x, rng, level)
         likelihoods.append(estimator.estimate(policy, cond, x, noisy).likelihood)
     return torch.stack(likelihoods, 1)
-
-
-def velocity_norm(noisy: Corrupted, clean: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
-    """Root mean square of the velocity, noise - clean on the straight path, that a predicted clean sample implies: [B].
-
-    An error of the clean sample is -level times an error of the velocity.
-    """
-    velocity = noisy.noise - clean + (clean - prediction) / expand_dims_like(level, clean)
-    return (velocity.double() ** 2).flatten(1).mean(1).sqrt()
