@@ -237,7 +237,9 @@ def test_guard_and_samples_score_single_samples_by_the_reward_inside(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("recipe", ["nft-select-toy-flow", "dgpo-toy-flow", "crd-toy-flow"])
+@pytest.mark.parametrize(
+    "recipe", ["nft-select-toy-flow", "dgpo-toy-flow", pytest.param("crd-toy-flow", marks=pytest.mark.long)]
+)
 def test_selection_filter_and_group_rewards_resume_exactly_and_do_not_depend_on_ranks(recipe: str) -> None:
     settings = [
         "objective.group_size=8",
