@@ -29,6 +29,7 @@ RECIPES = (
     "mapo-online-toy-flow",
     "nft-select-toy-flow",
     "grpo-win-rate-toy-flow",
+    "norm-guard-toy-flow",
 )
 # Two epochs and two minibatches: a ratio that is not 1, and orders that depend on the step.
 SETTINGS = ("steps=3", "batch.prompts=4", "batch.epochs=2", "sample.every=0", "guard.every=0", "checkpoint.every=2")
