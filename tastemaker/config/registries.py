@@ -207,6 +207,8 @@ DATA = Registry(
         "playground_scenes": "tastemaker.data.playground:PlaygroundScenes",
         "playground_prompts": "tastemaker.data.playground:PlaygroundPrompts",
         "playground_edits": "tastemaker.data.playground_edits:PlaygroundEdits",
+        "playground_pairs": "tastemaker.data.playground_preferences:PlaygroundPairs",
+        "playground_likes": "tastemaker.data.playground_preferences:PlaygroundLikes",
         "playground_signs": "tastemaker.data.playground:PlaygroundSigns",
         "playground_sign_prompts": "tastemaker.data.playground:PlaygroundSignPrompts",
     },

@@ -20,6 +20,7 @@ Location = tuple[int | str, ...]
 MESSAGE = "message"  # the type of a pydantic error whose text is final
 MAX_SUGGESTED_PATHS = 4  # places of a setting that are named in a message
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
+OTHER_NAMES = {"through": "gradient_mode"}  # of settings in other texts, and what they are called here
 EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -94,7 +95,7 @@ def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]
     if kind == MESSAGE:
         return where, context["text"]
     if kind == "extra_forbidden":
-        return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_name(str(where[-1]), keys)} [TM820]"
+        return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_key(str(where[-1]), keys)} [TM820]"
     if kind == "invalid_key" or where[-1:] == ("[key]",):
         return where[:-2], f"expected names as keys, got {format_value(value)}; write keys as text [TM821]"
     if kind == "missing" and isinstance(where[-1], int):
@@ -116,6 +117,12 @@ def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]
     expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
     example = f"; write for example {EXAMPLES[kind]}" if kind in EXAMPLES else ""
     return where, f"expected {expected}, got {format_value(value)}{example} [TM825]"
+
+
+def suggest_key(word: str, keys: list[str]) -> str:
+    """What to write instead of an unknown key: the setting that goes by this name elsewhere, or a similar one."""
+    known = OTHER_NAMES.get(word)
+    return f"; use '{known}'" if known in keys else suggest_name(word, keys)
 
 
 def suggest_choice(word: object, choices: Iterable[str]) -> str:

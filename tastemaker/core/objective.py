@@ -170,6 +170,10 @@ class Objective(ABC, Generic[P, B, E, Q]):
         """Samples in one row of experience."""
         return 1
 
+    def rows_per_prompt(self) -> int:
+        """Random rows of each prompt in a rollout: of its samples, or of the pool that they are selected from."""
+        return self.keep.pool_size if self.keep else self.group_size
+
     def samples_per_prompt(self) -> int:
         """Samples generated per prompt, with those of a pool; 0 for objectives that train on data."""
         pool_size = self.keep.pool_size if self.keep else 0

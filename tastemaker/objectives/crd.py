@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, require_settings
 from ..core.randomness import Purpose
 from ..core.types import Loss, PromptBatch
@@ -55,6 +56,8 @@ class CRD(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
     sampling_decay_delay: int = 75  # EMA decay of the sampling policy: 0 until this step, then min(rate * more, max)
     sampling_decay_rate: float = 0.0075
     sampling_decay_max: float = 0.999
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
+    keep: PoolSelection | None = None  # train on the best and worst of a larger pool (Sol-RL); needs an ODE sampler
     needs: ClassVar[type] = GaussianProcess
     consumes: ClassVar[type] = PromptBatch
 
@@ -64,6 +67,8 @@ class CRD(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
                 "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
                 f"compared with each other, got {self.group_size}; raise 'group_size' [TM1566]"
             )
+        if self.keep is not None:
+            self.keep.check_group_size(self.group_size)
         valid = min(self.beta, self.advantage_clip) > 0 and self.kl_coef >= 0 and self.temperature != 0
         expected = "beta and advantage_clip above 0, kl_coef of at least 0, and a temperature that is not 0"
         require_settings(self, "beta advantage_clip kl_coef temperature", valid, expected)
@@ -105,7 +110,8 @@ class CRD(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> SampleGroups:
         num_levels = self.num_timesteps or self.timestep_pool(ctx.policy.process)
         with ctx.policy.weights.use("sampling"):
-            return collect_groups(ctx, batch, self.group_size, num_levels, self.advantage, self.combine)
+            settings = num_levels, self.advantage, self.combine, self.filter_groups, self.keep
+            return collect_groups(ctx, batch, self.group_size, *settings)
 
     def metrics(self, experience: SampleGroups) -> dict[str, Tensor]:
         return experience.metrics()
@@ -128,7 +134,7 @@ class CRD(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
         prediction = predict_clean(policy, cond, noisy)
         level = velocity_level(process.path, noisy.t)
         rows, metrics = self.sample_losses(prediction, clean, level, reference, old, experience.advantage)
-        return Loss(rows.mean(1) / count, metrics)
+        return Loss(experience.weighted(rows.mean(1) / count), metrics)
 
     def sample_losses(
         self, prediction: Tensor, clean: Tensor, level: Tensor, reference: Tensor | None, old: Tensor, advantage: Tensor

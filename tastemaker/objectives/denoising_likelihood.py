@@ -120,3 +120,31 @@ def velocity_distance(prediction: Tensor, other: Tensor, level: Tensor) -> Tenso
     """Mean squared distance of the velocities that two predictions of clean samples imply: [B] float64."""
     difference = (prediction.double() - other.double()) / expand_dims_like(level.double(), prediction)
     return (difference**2).flatten(1).mean(1)
+
+
+def velocity_norm(noisy: Corrupted, clean: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
+    """Root mean square of the velocity, noise - clean on the straight path, that a predicted clean sample implies: [B].
+
+    An error of the clean sample is -level times an error of the velocity.
+    """
+    velocity = noisy.noise - clean + (clean - prediction) / expand_dims_like(level, clean)
+    return (velocity.double() ** 2).flatten(1).mean(1).sqrt()
+
+
+def norm_guard(
+    noisy: Corrupted, clean: Tensor, prediction: Tensor, reference: Tensor, level: Tensor
+) -> tuple[Tensor, Tensor]:
+    """NormGuard: the squared excess of the velocity's norm over the reference's, and the ratio of both: [B] each.
+
+    Norms are root mean squares. Rewards inflate them, which oversaturates images; smaller norms are not penalized. The
+    ratio has no gradient.
+    """
+    norm, reference_norm = (velocity_norm(noisy, clean, each, level) for each in (prediction, reference))
+    return (norm - reference_norm).clamp(min=0) ** 2, (norm / reference_norm).detach()
+
+
+def find_norm_guard_problem(process: Process, coefficient: float) -> str | None:
+    """Why the norm of velocities cannot be penalized on this process; None if it can or is not."""
+    if isinstance(process, GaussianProcess) or not coefficient:
+        return None
+    return "objective.norm_guard_coef: token models have no velocity; set objective.norm_guard_coef=0 [TM1543]"

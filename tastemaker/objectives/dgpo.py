@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, Objective, require_settings
 from ..core.randomness import Purpose
 from ..core.types import Loss, PromptBatch
@@ -47,6 +48,8 @@ class DGPO(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
     old_policy_decay_rate: float = 0.001  # EMA decay of the old policy: min(rate * step, max)
     old_policy_decay_max: float = 0.3
     sample_with_old_after: int = 200  # steps after which the old policy samples instead of the live one
+    filter_groups: GroupFilter | None = None  # which groups train; all if not given
+    keep: PoolSelection | None = None  # train on the best and worst of a larger pool (Sol-RL); needs an ODE sampler
     needs: ClassVar[type] = GaussianProcess
     consumes: ClassVar[type] = PromptBatch
 
@@ -56,6 +59,8 @@ class DGPO(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
                 "'group_size': expected at least 2 samples per prompt, because the samples of a prompt are "
                 f"compared with each other, got {self.group_size}; raise 'group_size' [TM1565]"
             )
+        if self.keep is not None:
+            self.keep.check_group_size(self.group_size)
         valid = self.beta > 0 and self.advantage_clip > 0 and min(self.kl_coef, self.clip_range) >= 0
         names, expected = "beta advantage_clip kl_coef clip_range", "beta and advantage_clip above 0, others at least 0"
         require_settings(self, names, valid, expected)
@@ -93,7 +98,8 @@ class DGPO(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> SampleGroups:
         with_old = ctx.rng.step >= self.sample_with_old_after
         with ctx.policy.weights.use("old") if with_old else nullcontext():
-            groups = collect_groups(ctx, batch, self.group_size, self.num_timesteps, self.advantage, self.combine)
+            settings = self.num_timesteps, self.advantage, self.combine, self.filter_groups, self.keep
+            groups = collect_groups(ctx, batch, self.group_size, *settings)
         return replace(groups, advantage=groups.advantage.clamp(-self.advantage_clip, self.advantage_clip))
 
     def metrics(self, experience: SampleGroups) -> dict[str, Tensor]:
@@ -122,7 +128,7 @@ class DGPO(Objective[GaussianProcess, PromptBatch, SampleGroups, int]):
         prediction = predict_clean(policy, cond, noisy)
         level = velocity_level(process.path, noisy.t)
         rows, metrics = self.sample_losses(prediction, clean, level, reference, old, experience.advantage)
-        return Loss(rows.mean(1) / self.num_timesteps, metrics)
+        return Loss(experience.weighted(rows.mean(1) / self.num_timesteps), metrics)
 
     def sample_losses(
         self,

@@ -14,6 +14,14 @@ from ..core.objective import Context, Objective, drop_prompts, require_settings,
 from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Corrupted, Loss, PreferenceBatch, PromptBatch, Trajectory, select_rows
+from .denoising_likelihood import (
+    as_gaussian,
+    find_norm_guard_problem,
+    norm_guard,
+    predict_clean,
+    prediction_likelihood,
+    velocity_level,
+)
 from .reward_guidance import RewardGuidanceBatch, check_guidance_name, guidance_loss, make_guidance_batch
 
 NoiseSharing = Literal["shared", "timestep", "independent"]  # of a pair: noise and timestep, timestep only, nothing
@@ -77,24 +85,57 @@ def dpo_loss(
     beta: float,
     sft_coef: float,
     reference: str = "reference",
+    norm_guard_coef: float = 0.0,
 ) -> Loss:
     """-log sigmoid(beta [log pi/ref(chosen) - log pi/ref(rejected)]) (Rafailov et al., equation 7): [B].
 
     The log-likelihoods of diffusion and masked models are bounds, at the corruption given. `sft_coef` adds the
-    negative log-likelihood of the chosen sample.
+    negative log-likelihood of the chosen sample, `norm_guard_coef` the mean penalty of both samples.
     """
     samples = ((pairs.chosen, corrupted[0]), (pairs.rejected, corrupted[1]))
-    with policy.weights.use(reference):
-        reference_chosen, reference_rejected = (policy.likelihood(pairs.cond, x, noisy) for x, noisy in samples)
-    chosen, rejected = (policy.likelihood(pairs.cond, x, noisy) for x, noisy in samples)
+    guard, guard_metrics = torch.zeros_like(pairs.weight), dict[str, Tensor]()
+    if norm_guard_coef:
+        likelihoods, guard, ratio = guarded_likelihoods(policy, pairs.cond, samples, reference)
+        (chosen, reference_chosen), (rejected, reference_rejected) = likelihoods
+        guard_metrics["velocity_norm_ratio"] = ratio
+    else:
+        with policy.weights.use(reference):
+            reference_chosen, reference_rejected = (policy.likelihood(pairs.cond, x, noisy) for x, noisy in samples)
+        chosen, rejected = (policy.likelihood(pairs.cond, x, noisy) for x, noisy in samples)
     margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     rows = -F.logsigmoid(margin) - sft_coef * chosen / policy.process.count_hidden(corrupted[0])
     metrics = {
         "accuracy": (margin > 0).float(),
         "margin": margin.detach(),
         "log_ratio/chosen": (chosen - reference_chosen).detach(),
+        **guard_metrics,
     }
-    return Loss(rows * pairs.weight, metrics)
+    return Loss((rows + norm_guard_coef * guard) * pairs.weight, metrics)
+
+
+def guarded_likelihoods(
+    policy: Policy[Process],
+    cond: Condition,
+    samples: tuple[tuple[Tensor, Corrupted], tuple[Tensor, Corrupted]],
+    reference: str,
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Log-likelihoods of both samples under the policy and the reference, and the penalty of NormGuard: [B] each.
+
+    All come from the same predictions, so that the penalty costs no network call. The last value is the ratio of norms.
+    """
+    gaussian = as_gaussian(policy)
+    path = gaussian.process.path
+    with torch.no_grad(), policy.weights.use(reference):
+        references = [predict_clean(gaussian, cond, noisy) for _, noisy in samples]
+    likelihoods, guards, ratios = [], [], []
+    for (x, noisy), expected in zip(samples, references, strict=True):
+        prediction = predict_clean(gaussian, cond, noisy)
+        live, frozen = (prediction_likelihood(path, each, x, noisy, "output") for each in (prediction, expected))
+        likelihoods.append((live, frozen))
+        guard, ratio = norm_guard(noisy, x, prediction, expected, velocity_level(path, noisy.t))
+        guards.append(guard.float())
+        ratios.append(ratio.float())
+    return likelihoods, (guards[0] + guards[1]) / 2, (ratios[0] + ratios[1]) / 2
 
 
 @dataclass(frozen=True)
@@ -110,6 +151,8 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
     noise_sharing: NoiseSharing = "shared"
     num_timesteps: int = 1  # corruptions of each pair
     prompt_dropout: float = 0.0  # share of pairs without their prompt, so that classifier-free guidance keeps working
+    # Weight of the squared excess of the velocity's norm over the reference's, on diffusion models
+    norm_guard_coef: float = 0.0
     reward_guidance_coef: float = 0.0  # weight of -log reward
     reward_guidance_name: str = ""  # name of that reward; the weighted sum of all if empty
     reward_guidance_samples: int = 2  # per prompt, if guided: the first is scored against the mean of the others
@@ -124,10 +167,14 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
                 f"'prompt_dropout': expected a fraction from 0 to 1, got {self.prompt_dropout}; correct "
                 "'prompt_dropout' [TM303]"
             )
+        require_settings(self, "norm_guard_coef", self.norm_guard_coef >= 0, "a number of at least 0")
         valid = self.reward_guidance_coef >= 0 and self.reward_guidance_samples >= 2
         settings = "reward_guidance_coef reward_guidance_samples"
         require_settings(self, settings, valid, "a coefficient of at least 0 and at least two samples")
         check_guidance_name(self.reward_guidance_name, self.reward_guidance_coef)
+
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        return find_norm_guard_problem(process, self.norm_guard_coef)
 
     def samples_per_prompt(self) -> int:
         return self.reward_guidance_samples if self.reward_guidance_coef else 0
@@ -159,5 +206,7 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
             loss = guidance_loss(ctx.policy, experience.reward_guidance, part - self.num_timesteps)
             return Loss(self.reward_guidance_coef * loss.rows, loss.metrics)
         corrupted = corrupt_pair(ctx.policy, experience, self.noise_sharing, ctx.epoch * self.num_timesteps + part)
-        loss = dpo_loss(ctx.policy, experience, corrupted, self.beta, self.sft_coef)
+        loss = dpo_loss(
+            ctx.policy, experience, corrupted, self.beta, self.sft_coef, norm_guard_coef=self.norm_guard_coef
+        )
         return Loss(loss.rows / self.num_timesteps, loss.metrics)

@@ -14,7 +14,6 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.distributions import expand_dims_like
 from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import (
     Context,
@@ -31,7 +30,7 @@ from ..core.types import Corrupted, Loss, PromptBatch, Trajectory, select_rows
 from ..processes.gaussian import GaussianProcess
 from ..processes.masked import MaskedProcess
 from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
-from .denoising_likelihood import LikelihoodKind
+from .denoising_likelihood import LikelihoodKind, find_norm_guard_problem, norm_guard
 from .likelihood_estimators import (
     DenoisingEstimator,
     ExactEstimator,
@@ -98,6 +97,7 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
     kl_weighting: Literal["output", "clean", "elbo"] = "output"
     # mse: squared distance of predictions; k1, k2, k3: estimates from likelihoods. Token models always use k2.
     kl_estimator: Literal["mse", "k1", "k2", "k3"] = "mse"
+    kl_importance: bool = False  # multiply distances at a noise level by its ratio of likelihoods, with its gradient
     norm_guard_coef: float = 0.0  # weight of the squared excess of the velocity's norm over the reference's
     old_policy_decay_rate: float = 0.0  # EMA decay of the sampling policy: min(rate * step, max); 0: live weights
     old_policy_decay_max: float = 0.5
@@ -140,9 +140,12 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
                 "objective.ratio: per_level works on diffusion and flow models only, because ratios of single masks "
                 "collapse; set objective.ratio=per_sample [TM1542]"
             )
-        if self.norm_guard_coef:
-            return "objective.norm_guard_coef: token models have no velocity; set objective.norm_guard_coef=0 [TM1543]"
-        return None
+        if self.kl_importance:
+            return (
+                "objective.kl_importance: it weights distances at single noise levels, which token models do not have; "
+                "their KL is one number per sample. Set objective.kl_importance=false [TM2764]"
+            )
+        return find_norm_guard_problem(process, self.norm_guard_coef)
 
     def needs_log_probs(self) -> bool:
         return False
@@ -176,11 +179,11 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
                 self.timestep_shift,
                 self.timestep_sharing,
                 self.noise_sharing,
-                self.group_size,
+                self.rows_per_prompt(),
             )
         if isinstance(process, MaskedProcess):
             return MaskedEstimator(
-                process, self.num_timesteps, self.timestep_sharing, self.noise_sharing, self.group_size
+                process, self.num_timesteps, self.timestep_sharing, self.noise_sharing, self.rows_per_prompt()
             )
         return ExactEstimator()
 
@@ -193,7 +196,7 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
         with self._sampling_weights(ctx.policy):
             trajectory, rng, scores = rollout_and_score(sampling, batch, self.group_size, self.keep)
             trajectory = replace(trajectory, segments=())
-            if self.ratio != "none" or self.loss_type in ("pepg", "par"):
+            if self._compares_with_old() or self.kl_importance:
                 chunks = [select_rows((trajectory, rng), rows) for rows in ctx.chunks(len(trajectory))]
                 old_likelihood = torch.cat([all_likelihoods(ctx.policy, estimator, *chunk) for chunk in chunks])
 
@@ -209,6 +212,10 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
         weight = filter_weights(ctx, scores.total, self.group_size, self.filter_groups)
         rewards = scores.total, advantage, scores.rewards, weight, scores.pool
         return ForwardRollout(trajectory, rng, *rewards, estimator.num_levels, old_likelihood)
+
+    def _compares_with_old(self) -> bool:
+        """Whether the surrogate reads the likelihoods under the weights that sampled."""
+        return self.ratio != "none" or self.loss_type in ("pepg", "par")
 
     def _sampling_weights(self, policy: Policy[Process]) -> AbstractContextManager[None]:
         return policy.weights.use(OLD) if self.old_policy_decay_rate else nullcontext()
@@ -246,14 +253,16 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
             with policy.weights.use(name):
                 others[name] = estimator.estimate(policy, trajectory.cond, trajectory.final, noisy)
         current = estimator.estimate(policy, trajectory.cond, trajectory.final, noisy)
+        old = None if experience.old_likelihood is None else experience.old_likelihood[:, part.index]
         if per_sample:
             likelihood, terms = current.likelihood, dict(part.cache)
             value, slope = terms.pop("value"), terms.pop("slope")
             rows, metrics = value + slope * (likelihood - likelihood.detach()), terms
         else:
-            old = None if experience.old_likelihood is None else experience.old_likelihood[:, part.index]
-            rows, metrics = self.surrogate(current.likelihood, old, experience.advantage)
-        penalty, anchor_metrics = self.anchor_penalty(current, others, noisy, trajectory.final)
+            rows, metrics = self.surrogate(
+                current.likelihood, old if self._compares_with_old() else None, experience.advantage
+            )
+        penalty, anchor_metrics = self.anchor_penalty(current, others, noisy, trajectory.final, old)
         rows = experience.weighted((rows + penalty) / experience.num_levels)
         return Loss(rows, {**metrics, **anchor_metrics})
 
@@ -313,21 +322,35 @@ class ElboGRPO(Objective[Process, PromptBatch, ForwardRollout, Level]):
         return {"value": rows.detach(), "slope": slope, **metrics}
 
     def anchor_penalty(
-        self, current: LikelihoodEstimate, others: dict[str, LikelihoodEstimate], noisy: Corrupted, clean: Tensor
+        self,
+        current: LikelihoodEstimate,
+        others: dict[str, LikelihoodEstimate],
+        noisy: Corrupted,
+        clean: Tensor,
+        old_likelihood: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted distances to other policies at one noise level, and metrics: [B] each."""
+        """Weighted distances to other policies at one noise level, and metrics: [B] each.
+
+        With `kl_importance` a distance D estimates its mean over samples of the current policy instead of the sampling
+        one: it is w D with w = exp(likelihood - old). The mean of w D under the sampling policy has the gradient of
+        w (grad D + D grad likelihood), so w keeps its gradient. With k1, D = likelihood - reference, this is the
+        gradient of KL(policy || reference); without the gradient of w it would be zero on average.
+        """
         penalty, metrics = torch.zeros_like(current.likelihood), {}
+        weight = torch.ones_like(penalty)
+        if self.kl_importance and old_likelihood is not None:
+            weight = (current.likelihood - old_likelihood).exp()
         for name, other in others.items():
             assert current.prediction is not None and other.prediction is not None and current.level is not None
             kl = self.distance(current, other)
-            penalty = penalty + self._anchors()[name] * kl
+            penalty = penalty + self._anchors()[name] * weight * kl
             metrics["kl" if name == REFERENCE else f"{name}_kl"] = kl.detach()
             if name == REFERENCE:
-                norm = velocity_norm(noisy, clean, current.prediction, current.level)
-                reference_norm = velocity_norm(noisy, clean, other.prediction, current.level)
-                metrics["velocity_norm_ratio"] = (norm / reference_norm).detach()
+                guard, metrics["velocity_norm_ratio"] = norm_guard(
+                    noisy, clean, current.prediction, other.prediction, current.level
+                )
                 if self.norm_guard_coef:
-                    penalty = penalty + self.norm_guard_coef * (norm - reference_norm).clamp(min=0) ** 2
+                    penalty = penalty + self.norm_guard_coef * guard
         return penalty, metrics
 
     def distance(self, current: LikelihoodEstimate, other: LikelihoodEstimate) -> Tensor:
@@ -365,12 +388,3 @@ def all_likelihoods(
         noisy = estimator.corrupt(policy, x, rng, level)
         likelihoods.append(estimator.estimate(policy, cond, x, noisy).likelihood)
     return torch.stack(likelihoods, 1)
-
-
-def velocity_norm(noisy: Corrupted, clean: Tensor, prediction: Tensor, level: Tensor) -> Tensor:
-    """Root mean square of the velocity, noise - clean on the straight path, that a predicted clean sample implies: [B].
-
-    An error of the clean sample is -level times an error of the velocity.
-    """
-    velocity = noisy.noise - clean + (clean - prediction) / expand_dims_like(level, clean)
-    return (velocity.double() ** 2).flatten(1).mean(1).sqrt()

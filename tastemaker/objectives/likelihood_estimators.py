@@ -59,16 +59,16 @@ class DenoisingEstimator(LikelihoodEstimator):
     timestep_shift: float
     timestep_sharing: Sharing
     noise_sharing: Sharing
-    group_size: int
+    rows_per_prompt: int  # random rows of each prompt, which may be more than its samples
 
     def corrupt(self, policy: Policy[Process], x: Tensor, rng: Randomness, level: int) -> Corrupted:
-        uniform = share_randomness(rng, self.timestep_sharing, self.group_size).uniform(
+        uniform = share_randomness(rng, self.timestep_sharing, self.rows_per_prompt).uniform(
             Purpose.TIMESTEP, self.num_levels
         )
         t = sample_timesteps(
             self.process, uniform, self.timestep_sampling, self.timestep_fraction, self.timestep_shift
         )[:, level]
-        noise_rng = share_randomness(rng, self.noise_sharing, self.group_size)
+        noise_rng = share_randomness(rng, self.noise_sharing, self.rows_per_prompt)
         return self.process.corrupt(x, rng, t, noise_rng.normal(Purpose.NOISE, *x.shape[1:], draw=level))
 
     def estimate(self, policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted) -> LikelihoodEstimate:
@@ -90,7 +90,7 @@ class MaskedEstimator(LikelihoodEstimator):
     num_draws: int
     timestep_sharing: Sharing  # of k
     noise_sharing: Sharing  # of the order in which tokens are masked
-    group_size: int
+    rows_per_prompt: int  # random rows of each prompt, which may be more than its samples
 
     @property
     def num_levels(self) -> int:  # type: ignore[override]
@@ -99,7 +99,7 @@ class MaskedEstimator(LikelihoodEstimator):
     def corrupt(self, policy: Policy[Process], x: Tensor, rng: Randomness, level: int) -> Corrupted:
         draw, length = level // 2, x.shape[1]
         count = self.count_masked(rng, length, draw)
-        order = share_randomness(rng, self.noise_sharing, self.group_size).uniform(Purpose.MASK, length, draw=draw)
+        order = share_randomness(rng, self.noise_sharing, self.rows_per_prompt).uniform(Purpose.MASK, length, draw=draw)
         masked = order.argsort(1) < count[:, None]
         masked = ~masked if level % 2 else masked
         return self.process.corrupt(x, rng, masked.float().mean(1), masked)
@@ -110,9 +110,9 @@ class MaskedEstimator(LikelihoodEstimator):
         Independent counts are stratified over the samples of a prompt, shared ones over the draws of a sample.
         """
         independent = self.timestep_sharing == "independent"
-        shared = share_randomness(rng, "group" if independent else self.timestep_sharing, self.group_size)
+        shared = share_randomness(rng, "group" if independent else self.timestep_sharing, self.rows_per_prompt)
         first = shared.uniform(Purpose.TIMESTEP, 1, draw=draw if independent else 0).flatten()
-        offset = rng.rows % self.group_size / self.group_size if independent else draw / self.num_draws
+        offset = rng.rows % self.rows_per_prompt / self.rows_per_prompt if independent else draw / self.num_draws
         return ((first * (length + 1)).floor() + offset * (length + 1)).round() % (length + 1)
 
     def estimate(self, policy: Policy[Process], cond: Condition, x: Tensor, noisy: Corrupted) -> LikelihoodEstimate:

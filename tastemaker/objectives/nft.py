@@ -15,6 +15,7 @@ from ..core.randomness import Purpose, Randomness
 from ..core.types import Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
 from .advantages import combine_advantages, filter_weights, group_mean_advantages
+from .denoising_likelihood import norm_guard, velocity_level
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     levels: Literal["random", "sampler"] = "random"
     advantage_clip: float = 5.0  # advantages are clipped to it; it also scales the loss
     kl_coef: float = 1e-4  # weight of the squared distance to the reference's prediction; small runs collapse without
+    norm_guard_coef: float = 0.0  # weight of the squared excess of the velocity's norm over the reference's
     combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
     old_policy_decay_rate: float = 0.001  # EMA decay of the sampling policy: min(rate * step, max)
     old_policy_decay_max: float = 0.5
@@ -47,12 +49,13 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
             )
         if self.keep is not None:
             self.keep.check_group_size(self.group_size)
-        valid = self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0
-        expected = "kl_coef of at least 0 and the other settings above 0"
-        require_settings(self, "beta num_timesteps advantage_clip kl_coef", valid, expected)
+        coefficients = self.kl_coef >= 0 and self.norm_guard_coef >= 0
+        valid = self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and coefficients
+        expected = "kl_coef and norm_guard_coef of at least 0 and the other settings above 0"
+        require_settings(self, "beta num_timesteps advantage_clip kl_coef norm_guard_coef", valid, expected)
 
     def snapshots(self) -> tuple[str, ...]:
-        return ("old", "reference") if self.kl_coef else ("old",)
+        return ("old", "reference") if self.kl_coef or self.norm_guard_coef else ("old",)
 
     def without_kl(self) -> Self | None:
         return replace(self, kl_coef=0.0) if self.kl_coef else None
@@ -88,7 +91,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
         with policy.weights.use("old"):
             old = policy.restore(cond, noisy).mean
         reference = None
-        if self.kl_coef:
+        if self.kl_coef or self.norm_guard_coef:
             with policy.weights.use("reference"):
                 reference = policy.restore(cond, noisy).mean
         prediction = policy.restore(cond, noisy).mean
@@ -100,6 +103,10 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
         if reference is not None:
             kl = ((prediction - reference) ** 2).flatten(1).mean(1) * policy.process.path.output_error_weight(noisy.t)
             rows, metrics["kl"] = rows + self.kl_coef * kl, kl.detach()
+        if reference is not None and self.norm_guard_coef:
+            level = velocity_level(policy.process.path, noisy.t)
+            guard, metrics["velocity_norm_ratio"] = norm_guard(noisy, clean, prediction, reference, level)
+            rows = rows + self.norm_guard_coef * guard.float()
         return Loss(experience.weighted(rows / self.num_timesteps), metrics)
 
     def _levels(self, process: GaussianProcess, rng: Randomness, draw: int) -> Tensor | None:

@@ -15,6 +15,7 @@ from ..core.objective import Context, Objective, require_settings, rollout_and_s
 from ..core.policy import Policy, Process
 from ..core.types import Loss, PromptBatch
 from .advantages import filter_weights
+from .denoising_likelihood import find_norm_guard_problem
 from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss, pair_best_with_worst
 from .reward_guidance import check_guidance_name, guidance_loss, make_guidance_batch
 
@@ -37,6 +38,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
     group_size: int = 4
     round_steps: int = 0  # training steps per round; 0: always sample from the current weights
     reset_reference: bool = True  # each round starts with its own weights as the reference
+    # Weight of the squared excess of the velocity's norm over the reference's, on diffusion models
+    norm_guard_coef: float = 0.0
     reward_guidance_coef: float = 0.0  # weight of -log reward
     reward_guidance_name: str = ""  # name of that reward; the weighted sum of all if empty
     filter_groups: GroupFilter | None = None  # which groups form pairs; all if not given
@@ -44,7 +47,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps)  # checks the settings they share
+        # Checks the settings they share.
+        DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps, norm_guard_coef=self.norm_guard_coef)
         if self.group_size < 2:
             raise ValueError(
                 f"'group_size': expected at least 2 samples per prompt to form a pair, got {self.group_size}; "
@@ -55,6 +59,9 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
         valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
         require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")
         check_guidance_name(self.reward_guidance_name, self.reward_guidance_coef)
+
+    def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
+        return find_norm_guard_problem(process, self.norm_guard_coef)
 
     def experience_per_prompt(self) -> int:
         return 1
@@ -107,7 +114,8 @@ class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
             loss = guidance_loss(ctx.policy, experience.reward_guidance, part - self.num_timesteps)
             return Loss(self.reward_guidance_coef * loss.rows, loss.metrics)
         corrupted = corrupt_pair(ctx.policy, experience, self.noise_sharing, ctx.epoch * self.num_timesteps + part)
-        loss = dpo_loss(ctx.policy, experience, corrupted, self.beta, self.sft_coef, self._reference)
+        settings = self.beta, self.sft_coef, self._reference, self.norm_guard_coef
+        loss = dpo_loss(ctx.policy, experience, corrupted, *settings)
         return Loss(loss.rows / self.num_timesteps, loss.metrics)
 
     def after_update(self, ctx: Context[Process]) -> None:

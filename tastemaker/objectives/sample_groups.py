@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..core.group_selection import GroupFilter, PoolSelection
 from ..core.objective import Context, rollout_and_score
 from ..core.policy import Policy
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import Condition, Corrupted, PromptBatch, select_rows
 from ..processes.gaussian import GaussianProcess
-from .advantages import combine_advantages, group_advantages, group_mean_advantages
+from .advantages import combine_advantages, filter_weights, group_advantages, group_mean_advantages
 from .denoising_likelihood import predict_clean
 
 Advantage = Literal["group", "group_mean"]
@@ -33,15 +34,22 @@ class SampleGroups:
     advantage: Tensor  # [P, G]
     rewards: dict[str, Tensor]  # [P, G] of each reward, unweighted
     num_levels: int  # noise levels that one update trains at
+    weight: Tensor | None = None  # [P] of the group's loss: 0 if it is filtered out; 1 if not given
+    pool: dict[str, Tensor] = field(default_factory=dict)  # [P] metrics of the pool that samples were selected from
 
     def __len__(self) -> int:
         return len(self.cond)
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        """Losses [P] of the groups, such that their mean is that over the groups that are not filtered out."""
+        return rows if self.weight is None else rows * self.weight
 
     def metrics(self) -> dict[str, Tensor]:
         """Rewards, and the share of groups whose rewards are all equal: their advantages are 0."""
         zero_std = (self.reward.amax(1) - self.reward.amin(1) < 1e-8).float().mean()
         rewards = {f"rewards/{name}": reward for name, reward in self.rewards.items()}
-        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **rewards}
+        kept = {} if self.weight is None else {"kept_groups": (self.weight > 0).float()}
+        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **kept, **self.pool, **rewards}
 
     def corrupt(self, policy: Policy[GaussianProcess], level: float, noise: Tensor) -> tuple[Condition, Corrupted]:
         """All samples with `noise` [P, 1 or G, ...] at one level, and their conditions: P * G rows."""
@@ -59,9 +67,15 @@ def collect_groups(
     num_levels: int,
     advantage: Advantage,
     combine: Combine,
+    group_filter: GroupFilter | None = None,
+    keep: PoolSelection | None = None,
 ) -> SampleGroups:
-    """Sample and score `group_size` samples per prompt; a group lives on one rank."""
-    trajectory, _, scores = rollout_and_score(ctx, batch, group_size)
+    """Sample and score `group_size` samples per prompt; a group lives on one rank.
+
+    `keep` selects them from a larger pool, and `group_filter` gives groups that teach little the weight 0.
+    """
+    trajectory, _, scores = rollout_and_score(ctx, batch, group_size, keep)
+    weight = filter_weights(ctx, scores.total, group_size, group_filter)
 
     def compute_advantages(reward: Tensor) -> Tensor:
         if advantage == "group":
@@ -84,6 +98,8 @@ def collect_groups(
         advantage=split(advantages),
         rewards={name: split(reward) for name, reward in scores.rewards.items()},
         num_levels=num_levels,
+        weight=None if weight is None else split(weight)[:, 0],
+        pool={name: split(value)[:, 0] for name, value in scores.pool.items()},
     )
 
 

@@ -19,10 +19,10 @@ MIN_UNIFORM_TIMESTEP = 0.2  # of `uniform`, before the shift
 MIN_LOGIT_NORMAL_TIMESTEP = 0.01  # after the shift
 
 
-def share_randomness(rng: Randomness, sharing: Sharing, group_size: int) -> Randomness:
+def share_randomness(rng: Randomness, sharing: Sharing, rows_per_prompt: int) -> Randomness:
     """A stream whose numbers are independent, or the same for all samples of a prompt or of the whole batch."""
     if sharing == "group":
-        return replace(rng, rows=rng.rows // group_size)
+        return replace(rng, rows=rng.rows // rows_per_prompt)
     return rng.same_for_all_rows() if sharing == "batch" else rng
 
 

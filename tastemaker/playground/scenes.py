@@ -124,8 +124,8 @@ def _turned(offset: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
     return along, torch.where(level, offset[..., 1], offset[..., 0])
 
 
-def corrupt_captions(captions: SceneCaptions, probability: float, rng: Randomness) -> SceneCaptions:
-    """Corrupt captions with a probability, so that scenes contradict them, as in web data: SceneCaptions."""
+def corrupt_captions(captions: SceneCaptions, probability: float | Tensor, rng: Randomness) -> SceneCaptions:
+    """Corrupt captions with a probability, one or [N], so that scenes contradict them, as in web data."""
     words = rng.words(PlaygroundPurpose.WRONG_CAPTION, 8).unbind(1)
     bad = rng.uniform(PlaygroundPurpose.CORRUPT_CAPTION, 1)[:, 0] < probability
     luck = rng.uniform(PlaygroundPurpose.CORRUPTION_KIND, 1)[:, 0]

@@ -104,6 +104,13 @@ def test_misspelled_choices_have_a_suggestion(change: str, hint: str) -> None:
     )
 
 
+def test_settings_of_another_name_are_named() -> None:
+    (error,) = validation_errors("objective.through=leap", recipe="leap-toy-flow")
+    assert error == "objective: unknown key 'through'; use 'gradient_mode' [TM820]"
+    (error,) = validation_errors("objective.through=leap")  # grpo has no such setting
+    assert "gradient_mode" not in error and "TM820" in error
+
+
 def test_unknown_choices_have_no_suggestion() -> None:
     (error,) = validation_errors("objective.frames=everything", recipe="draft-toy-flow")
     assert error.startswith("objective.frames: ") and error.endswith("got 'everything' [TM063]")

@@ -29,10 +29,11 @@ CHECKED_FAST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-to
 # One toy of each objective, and one playground network of each kind ...
 CHECKED_TOYS = {
     "awm-toy-flow", "cca-toy-causal", "crd-toy-flow", "ddpo-toy-epsilon", "dgpo-toy-flow", "distill-toy-flow",
-    "dpo-online-toy-flow", "dpo-toy-masked", "elbo-grpo-toy-masked", "gcpo-toy-causal", "grpo-lora-toy-flow",
-    "grpo-toy-video", "grpo-win-rate-toy-flow", "kto-toy-flow", "leap-toy-flow", "likelihood-toy-masked",
-    "mapo-toy-flow", "mixgrpo-toy-flow", "nft-select-toy-flow", "ram-toy-flow", "refl-toy-epsilon", "srpo-toy-flow",
-    "teacher-forced-grpo-toy-causal",
+    "dpo-online-toy-flow", "dpo-toy-masked", "drpo-toy-causal", "elbo-grpo-toy-masked", "epg-toy-flow",
+    "flow-dppo-toy-flow", "gcpo-toy-causal", "grpo-guard-toy-flow", "grpo-lora-toy-flow", "grpo-toy-video",
+    "grpo-win-rate-toy-flow", "kto-online-toy-epsilon", "kto-toy-flow", "leap-toy-flow", "likelihood-toy-masked",
+    "mapo-online-toy-flow", "mapo-toy-flow", "mixgrpo-toy-flow", "nft-select-toy-flow", "norm-guard-toy-flow",
+    "ram-toy-flow", "refl-toy-epsilon", "srpo-toy-flow", "teacher-forced-grpo-toy-causal", "tempflow-toy-flow",
     "dpo-playground-masked", "grpo-playground-causal", "nft-playground", "reward-gradient-playground-video",
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
@@ -49,7 +50,8 @@ LONG = {
     "srpo-qwen-image-lora", "vgrpo-sd35",
     "ar-grpo-t2i", "dpo-iter-showo-512", "dpo-showo-512", "gcpo-llamagen-t2i", "showo-512-finetune", "va-pi-t2i",
     "crd-playground-flow", "ddpo-playground-video", "dgpo-playground-flow", "direct-align-playground-flow",
-    "dpo-iter-playground-masked", "dpo-playground-flow", "dpo-playground-video", "elbo-grpo-playground-epsilon",
+    "dpo-iter-playground-masked", "dpo-playground-flow", "dpo-playground-video", "drpo-playground-causal",
+    "elbo-grpo-playground-epsilon", "mapo-pairs-playground-flow", "precise-playground-flow", "tempflow-playground-flow",
     "elbo-grpo-playground-flow", "flow-dppo-playground-flow", "grpo-guard-playground-flow", "kto-playground-flow",
     "leap-playground-flow", "nft-playground-flow", "playground-flow16", "playground-words", "ram-playground-flow",
     "reward-gradient-playground-flow", "reward-gradient-playground-lenient",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -13,6 +13,7 @@ import toys
 from golden_cases import GoldenCase, assert_golden, load_cases
 from torch import Tensor
 
+from tastemaker.core.group_selection import PoolSelection
 from tastemaker.core.policy import Policy, Process
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Reward, RewardCard, RewardSpec
@@ -27,6 +28,7 @@ from tastemaker.objectives.likelihood_estimators import (
     masked_elbo,
 )
 from tastemaker.objectives.timestep_sampling import sample_grid_indices, sample_timesteps
+from tastemaker.processes.dynamics import ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.masked import MaskedProcess
 from tastemaker.processes.paths import RectifiedFlow
@@ -279,10 +281,31 @@ def test_samples_of_a_prompt_share_levels_and_noise() -> None:
         assert torch.equal(subset.x, noisy[2].x[rows])
 
 
+@pytest.mark.parametrize("name", ["flow", "masked"])
+def test_kept_samples_of_a_pool_share_levels_and_noise_within_their_prompt_only(name: str) -> None:
+    """The rows of kept samples are numbered within the pool: 12 of each prompt, of which 4 are left."""
+    keep = PoolSelection(best=2, worst=2, pool_size=12, pool_num_steps=2)
+    objective = ElboGRPO(group_size=4, timestep_sampling="path", num_timesteps=2, keep=keep)
+    policy = toys.policy(name, snapshots=objective.snapshots())
+    if name == "flow":
+        policy = replace(policy, process=replace(policy.process, dynamics=ODE()))
+    experience = objective.collect(toys.context(policy, 4), toys.prompts(4))
+    assert experience.rng.rows.view(4, 4).div(12, rounding_mode="floor").T.unique(dim=0).tolist() == [[0, 1, 2, 3]]
+    estimator = objective.make_estimator(policy.process)
+    noisy = [
+        estimator.corrupt(policy, experience.trajectory.final, experience.rng, level)
+        for level in range(estimator.num_levels)
+    ]
+    for draws in (torch.stack([each.t for each in noisy], 1), torch.cat([each.noise.flatten(1) for each in noisy], 1)):
+        prompts = draws.view(4, 4, -1)
+        assert torch.equal(prompts, prompts[:, :1].expand_as(prompts))
+        assert len(prompts[:, 0].unique(dim=0)) == 4
+
+
 @pytest.mark.parametrize("sharing", ["independent", "group"])
 def test_masks_and_complements_cover_every_token_once(sharing: Any) -> None:
     policy, tokens = toys.policy("masked"), 16
-    estimator = MaskedEstimator(cast(MaskedProcess, policy.process), 2, sharing, sharing, group_size=4)
+    estimator = MaskedEstimator(cast(MaskedProcess, policy.process), 2, sharing, sharing, rows_per_prompt=4)
     rng = Randomness(0, 0, torch.arange(2000)).repeat(4)
     x = torch.zeros(len(rng), tokens, dtype=torch.long)
     masks = [estimator.corrupt(policy, x, rng, level).noise for level in range(estimator.num_levels)]
@@ -320,3 +343,137 @@ def test_norm_guard_acts_only_on_larger_velocities() -> None:
         with torch.no_grad():
             for key, p in policy.weights.trainable().items():
                 p.copy_(before[key])
+
+
+def moved_policy(objective: ElboGRPO, name: str) -> tuple[Any, Any, Policy[Any]]:
+    """Experience without advantages of a policy that has moved since: all that is left of the loss are its anchors."""
+    policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
+    ctx = toys.context(policy, 4)
+    experience = objective.collect(ctx, toys.prompts(4))
+    toys.perturb(policy, 0.01)
+    return ctx, replace(experience, advantage=torch.zeros_like(experience.advantage)), policy
+
+
+def predicted_velocity(policy: Policy[Any], cond: Condition, noisy: Corrupted, snapshot: str | None = None) -> Tensor:
+    """The network's output on rectified flow, of the live weights or of a snapshot."""
+    with policy.weights.use(snapshot) if snapshot else nullcontext():
+        return cast(Tensor, policy.model.predict(noisy.x, noisy.t, cond)).double()
+
+
+ESTIMATORS: dict[str, Any] = {"k1": lambda x: x, "k2": lambda x: x**2 / 2, "k3": lambda x: x.exp() - 1 - x}
+
+
+@pytest.mark.parametrize("name", ["flow", "epsilon"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_kl_estimates_of_likelihoods_and_their_gradients(estimator: Any, name: str) -> None:
+    """The anchor is that function of l - l_ref at each level, and only the live likelihood has a gradient."""
+    objective = ElboGRPO(group_size=4, num_timesteps=2, kl_coef=0.7, kl_estimator=estimator, timestep_sampling="path")
+    ctx, experience, policy = moved_policy(objective, name)
+    trajectory, levels = experience.trajectory, objective.make_estimator(policy.process)
+    expected = []
+    for level in range(2):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, level)
+        with policy.weights.use("reference"):
+            reference = levels.estimate(policy, trajectory.cond, trajectory.final, noisy).likelihood
+        x = levels.estimate(policy, trajectory.cond, trajectory.final, noisy).likelihood - reference
+        assert x.abs().min() > 1e-8
+        expected.append(ESTIMATORS[estimator](x))
+    for part, kl in zip(objective.parts(experience), expected, strict=True):
+        loss = objective.loss(ctx, experience, part)
+        torch.testing.assert_close(loss.metrics["kl"], kl.detach())
+        torch.testing.assert_close(loss.rows, 0.7 * kl / 2)
+        actual, full = (toys.gradient(policy, rows.sum()) for rows in (loss.rows, 0.7 * kl / 2))
+        torch.testing.assert_close(actual, full, rtol=1e-4, atol=1e-5 * float(full.abs().max()))
+
+
+@pytest.mark.parametrize("weighting", ["output", "clean", "elbo"])
+def test_anchor_weightings_by_the_distance_of_velocities(weighting: Any) -> None:
+    """AWM's ELBO weighting divides by twice the variance of Flow-SDE with noise 0.7, whose level stops at 0.99."""
+    objective = ElboGRPO(group_size=4, num_timesteps=4, kl_coef=0.7, kl_weighting=weighting)
+    ctx, experience, policy = moved_policy(objective, "flow")
+    trajectory, levels = experience.trajectory, objective.make_estimator(policy.process)
+    seen = []
+    for part in objective.parts(experience):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, part.index)
+        live, reference = (predicted_velocity(policy, trajectory.cond, noisy, name) for name in (None, "reference"))
+        t = noisy.t.double()
+        variance = 0.7**2 * t / (1 - t.clamp(max=0.99))
+        weight = {"output": torch.ones_like(t), "clean": t**2, "elbo": 1 / (2 * variance)}[weighting]
+        expected = weight * ((live - reference) ** 2).flatten(1).mean(1)
+        torch.testing.assert_close(objective.loss(ctx, experience, part).metrics["kl"], expected, rtol=1e-4, atol=0)
+        seen += t.tolist()
+    assert max(seen) == 1 and min(seen) < 0.5
+
+
+def test_norm_guard_is_the_squared_excess_of_the_norm_over_the_references() -> None:
+    objective = ElboGRPO(group_size=4, kl_coef=0.0, norm_guard_coef=2.0, ratio="none", timestep_sampling="path")
+    ctx, experience, policy = moved_policy(objective, "flow")
+    trajectory, levels = experience.trajectory, objective.make_estimator(policy.process)
+    signs: set[bool] = set()
+    for part in objective.parts(experience):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, part.index)
+        norm, reference = (
+            (predicted_velocity(policy, trajectory.cond, noisy, name) ** 2).flatten(1).mean(1).sqrt()
+            for name in (None, "reference")
+        )
+        loss = objective.loss(ctx, experience, part)
+        expected = 2.0 * (norm - reference).clamp(min=0) ** 2 / experience.num_levels
+        torch.testing.assert_close(loss.rows, expected, rtol=1e-4, atol=1e-5 * float(expected.detach().max()))
+        torch.testing.assert_close(loss.metrics["velocity_norm_ratio"], (norm / reference).detach(), rtol=1e-5, atol=0)
+        actual, full = (toys.gradient(policy, value.sum()) for value in (loss.rows, expected))
+        torch.testing.assert_close(actual, full, rtol=1e-3, atol=1e-4 * float(full.abs().max()))
+        signs |= set((norm > reference).tolist())
+    assert signs == {True, False}
+
+
+@pytest.mark.parametrize("ratio", ["per_sample", "none"])
+@pytest.mark.parametrize("estimator", ["mse", *ESTIMATORS])
+def test_importance_weights_of_anchors_and_their_gradients(estimator: Any, ratio: Any) -> None:
+    """With w = exp(l - l_old) the anchor is w D; the gradient of the weight is a part of its gradient."""
+    objective = ElboGRPO(group_size=4, num_timesteps=2, kl_coef=0.7, kl_estimator=estimator, ratio=ratio)
+    weighted = replace(objective, kl_importance=True)
+    ctx, experience, policy = moved_policy(weighted, "flow")
+    levels, trajectory = weighted.make_estimator(policy.process), experience.trajectory
+    assert experience.old_likelihood is not None
+    for part, plain in zip(weighted.parts(experience), objective.parts(experience), strict=True):
+        noisy = levels.corrupt(policy, trajectory.final, experience.rng, part.index)
+        likelihood = levels.estimate(policy, trajectory.cond, trajectory.final, noisy).likelihood
+        weight = (likelihood - experience.old_likelihood[:, part.index]).exp()
+        expected = weight * objective.loss(ctx, experience, plain).rows
+        loss = weighted.loss(ctx, experience, part)
+        assert (weight - 1).abs().min() > 1e-8
+        torch.testing.assert_close(loss.rows, expected)
+        assert bool((loss.metrics["ratio"] == 1).all()) == (ratio == "none")
+        actual, full = (toys.gradient(policy, rows.sum()) for rows in (loss.rows, expected))
+        torch.testing.assert_close(actual, full, rtol=1e-4, atol=1e-5 * float(full.abs().max()))
+
+
+def test_importance_weighted_k1_has_the_gradient_of_the_kl_to_the_reference() -> None:
+    """Five outcomes with exact likelihoods: the mean over the sampling policy equals KL(policy || reference)."""
+    logits, old, reference = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    old, reference = old.log_softmax(0), reference.log_softmax(0)
+    zeros, ones = torch.zeros(5, 1, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    noisy = Corrupted(zeros, ones, zeros + 1)
+    logits.requires_grad_(True)
+
+    def mean_anchor(objective: ElboGRPO) -> Tensor:
+        current, other = (LikelihoodEstimate(x, zeros, ones, ones) for x in (logits.log_softmax(0), reference))
+        rows, _ = objective.anchor_penalty(current, {"reference": other}, noisy, zeros, old)
+        return (old.exp() * rows).sum()
+
+    weighted = ElboGRPO(kl_coef=1.0, kl_estimator="k1", kl_importance=True)
+    log_prob = logits.log_softmax(0)
+    exact = (log_prob.exp() * (log_prob - reference)).sum()
+    torch.testing.assert_close(mean_anchor(weighted), exact)
+    gradients = [torch.autograd.grad(value, logits)[0] for value in (mean_anchor(weighted), exact)]
+    torch.testing.assert_close(*gradients)
+    assert exact > 0.1 and gradients[0].abs().max() > 0.01
+    plain = torch.autograd.grad(mean_anchor(replace(weighted, kl_importance=False)), logits)[0]
+    assert not torch.allclose(plain, gradients[1], atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["masked", "causal"])
+def test_importance_weights_are_refused_on_tokens(name: str) -> None:
+    family = toys.FAMILIES[name]
+    assert "TM2764" in str(ElboGRPO(kl_importance=True).find_problem(family.process, (1,)))
+    assert ElboGRPO(kl_importance=True).find_problem(toys.FAMILIES["flow"].process, (1,)) is None

@@ -24,9 +24,13 @@ from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Condition, Placement, Trajectory, concatenate, select_rows
 from tastemaker.diagnostics.doctor import run_doctor
 from tastemaker.objectives.advantages import filter_weights
+from tastemaker.objectives.crd import CRD
+from tastemaker.objectives.dgpo import DGPO
+from tastemaker.objectives.elbo_grpo import ElboGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.ram import RAM
 from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
 from tastemaker.processes.dynamics import ODE
 from tastemaker.rewards.color import ColorReward
@@ -96,9 +100,11 @@ def drop_some(objective: Any, ctx: Context[Any], batch: Any) -> tuple[Any, Tenso
     [
         (GRPO(group_size=4, kl_coef=0.1), "flow"),
         (NFT(group_size=4), "flow"),
+        (DGPO(group_size=4, num_timesteps=2), "flow"),
+        (CRD(group_size=4, num_timesteps=2), "flow"),
         (TeacherForcedGRPO(group_size=4), "causal"),
     ],
-    ids=["grpo", "nft", "teacher-forced"],
+    ids=["grpo", "nft", "dgpo", "crd", "teacher-forced"],
 )
 def test_filtered_groups_do_not_train_and_the_others_share_the_mean(
     objective: Objective[Any, Any, Any, Any], family: str
@@ -150,7 +156,10 @@ def test_best_and_worst_of_each_pool_are_picked() -> None:
     assert keep.pick(rewards).tolist() == [1, 4, 2, 9, 6, 8]  # of equal rewards, the first
 
 
-@pytest.mark.parametrize("objective", [NFT(group_size=4, keep=KEEP), OnlineDPO(group_size=4, keep=KEEP)])
+SELECTING = [kind(group_size=4, keep=KEEP) for kind in (NFT, OnlineDPO, RAM, ElboGRPO, DGPO, CRD)]
+
+
+@pytest.mark.parametrize("objective", SELECTING, ids=lambda objective: type(objective).__name__)
 def test_selected_samples_equal_a_plain_rollout_of_the_same_rows(objective: Any) -> None:
     policy, batch = deterministic(toys.policy("flow", snapshots=objective.snapshots())), toys.prompts(8)
     ctx = group_context(policy, 8, ColorReward(), batch_size=4)
@@ -228,14 +237,19 @@ def test_guard_and_samples_score_single_samples_by_the_reward_inside(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_selection_filter_and_group_rewards_resume_exactly_and_do_not_depend_on_ranks() -> None:
+@pytest.mark.parametrize(
+    "recipe", ["nft-select-toy-flow", "dgpo-toy-flow", pytest.param("crd-toy-flow", marks=pytest.mark.long)]
+)
+def test_selection_filter_and_group_rewards_resume_exactly_and_do_not_depend_on_ranks(recipe: str) -> None:
     settings = [
+        "objective.group_size=8",
+        "objective.keep={best: 4, worst: 4, pool_size: 24, pool_num_steps: 4}",
         "batch.prompts=4",
         "batch.rollout_batch_size=5",
         "objective.filter_groups={rule: either, max_mean: 1.2}",
     ]
     settings += ["rewards.wins={type: win_rate, reward: {type: color}, opponents: 4}"]
-    results = list(run_doctor(load("nft-select-toy-flow", settings)))
+    results = list(run_doctor(load(recipe, settings)))
     assert [result for result in results if result.verdict == "fail"] == []
     passed = {result.name for result in results if result.verdict == "pass"}
     assert {"resume reproduces the next losses bit for bit", "two ranks give the gradient of one"} <= passed

@@ -165,6 +165,9 @@ SETTINGS = [
         name="guided",
     ),
     Setting(NFT(group_size=8, kl_coef=0.1), LATENTS, lr=3e-4, steps=45, batch=8),
+    Setting(
+        NFT(group_size=8, kl_coef=0.1, norm_guard_coef=1.0), ("flow",), lr=3e-4, steps=45, batch=8, name="norm-guard"
+    ),
     Setting(ElboGRPO(group_size=16), LATENTS, steps=40, batch=4),
     Setting(ElboGRPO(group_size=16, num_timesteps=2, clip_range=0.2, kl_coef=1e-3), TOKENS, lr=1e-4, steps=50, batch=4),
     Setting(AWM, ("flow",), steps=40, batch=4, name="awm"),

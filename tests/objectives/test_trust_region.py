@@ -137,6 +137,27 @@ def test_first_ratio_is_one_and_only_some_regions_keep_means(trust: Any, dynamic
         assert (metrics["old_kl"] > 0).all()
 
 
+@pytest.mark.parametrize("family", ["causal", "masked"])
+@pytest.mark.parametrize("trust", ["binary_tv", "drpo", "spo"])
+def test_token_regions_start_at_ratio_one_with_the_plain_policy_gradient(trust: Any, family: str) -> None:
+    objective, plain = GRPO(group_size=4, trust=trust, trust_threshold=1e-3), GRPO(group_size=4, trust="none")
+    policy = toys.policy(family)
+    ctx = toys.context(policy, 4)
+    experience = objective.collect(ctx, toys.prompts(4))
+    for part in objective.parts(experience):
+        loss, expected = (each.loss(ctx, experience, part) for each in (objective, plain))
+        assert (loss.metrics["ratio"] == 1).all() and not loss.metrics["ratio_deviation"].any()
+        if trust == "binary_tv":
+            assert not loss.metrics["dropped"].any()
+        assert torch.equal(loss.rows, expected.rows)
+        actual, full = (toys.gradient(policy, each.rows.sum()) for each in (loss, expected))
+        assert full.any()
+        torch.testing.assert_close(actual, full)
+    toys.perturb(policy, 0.1)
+    rows, expected_rows = (each.loss(ctx, experience, 0).rows for each in (objective, plain))
+    assert not torch.equal(rows, expected_rows)
+
+
 def test_kl_region_needs_the_noise_of_the_step_on_cps() -> None:
     """CPS scores actions without a variance; its KL is divided by the variance of the step all the same."""
     process = GaussianProcess(RectifiedFlow(), CPS(0.8), 4)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tastemaker.core.randomness import Randomness
-from tastemaker.core.types import ImageBatch, PromptBatch, concatenate
+from tastemaker.core.types import LikeBatch, PreferenceBatch, PromptBatch, concatenate
 from tastemaker.data.dataset import DataSpec
 from tastemaker.data.playground import PlaygroundPrompts, PlaygroundScenes, PlaygroundSignPrompts, PlaygroundSigns
+from tastemaker.data.playground_preferences import PlaygroundLikes, PlaygroundPairs
 from tastemaker.playground import signs as sign_module
 from tastemaker.playground.captions import Split, parse_captions, tokenize
 from tastemaker.playground.signs import WORDS, SignPainter
@@ -106,13 +107,18 @@ SPECS: list[DataSpec] = [
     PlaygroundSigns(device="cpu"),
     PlaygroundSigns(caption_noise=0.3, pool_size=30, device="cpu"),
     PlaygroundSignPrompts(),
+    PlaygroundPairs(device="cpu"),
+    PlaygroundLikes(split="held_out", snap_probability=0.5, device="cpu"),
 ]
 
 
 def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, ImageBatch):
-        return one.prompts == other.prompts and torch.equal(one.pixels, other.pixels)
-    return bool(one == other)
+    if isinstance(one, PromptBatch):
+        return bool(one == other)
+    values, others = (vars(each).values() for each in (one, other))
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(values, others, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("spec", "world_size"), [(SPECS[0], 2), *((spec, 3) for spec in SPECS)])
@@ -124,6 +130,18 @@ def test_rank_shards_concatenate_to_the_batch(spec: DataSpec, world_size: int) -
         assert equal(concatenate([data.batch(step, 7, rank, world_size) for rank in range(world_size)]), batch)
     assert not equal(data.batch(0, 7, 0, 1), data.batch(1, 7, 0, 1))
     assert equal(spec.load(5).batch(2, 7, 0, 1), data.batch(2, 7, 0, 1))
+
+
+def test_pairs_and_likes_are_scenes_with_and_without_a_contradiction() -> None:
+    right, wrong = (PlaygroundScenes(caption_noise=noise, device="cpu").load(5).batch(1, 6, 0, 1) for noise in (0, 1))
+    pairs = PlaygroundPairs(device="cpu").load(5).batch(1, 6, 0, 1)
+    assert isinstance(pairs, PreferenceBatch) and pairs.prompts == right.prompts
+    assert torch.equal(pairs.chosen, right.pixels) and torch.equal(pairs.rejected, wrong.pixels)
+    assert (pairs.chosen - pairs.rejected).abs().flatten(1).amax(1).min() > 0.1
+    likes = PlaygroundLikes(device="cpu").load(5).batch(1, 6, 0, 1)
+    assert isinstance(likes, LikeBatch) and likes.prompts == right.prompts
+    assert likes.liked.tolist() == [True, False] * 3
+    assert torch.equal(likes.pixels, right.pixels.where(likes.liked.view(-1, 1, 1, 1, 1), wrong.pixels))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -162,6 +180,8 @@ def test_videos_have_eight_frames_and_images_one() -> None:
     [
         (PlaygroundScenes, {"caption_noise": 1.5}, r"'caption_noise'.* got 1.5"),
         (PlaygroundScenes, {"snap_probability": -1.0}, r"'snap_probability'.* got -1.0"),
+        (PlaygroundPairs, {"snap_probability": -1.0}, r"'snap_probability'.* got -1.0"),
+        (PlaygroundLikes, {"task_weights": (0.0,) * 6}, "'task_weights'.* single_object"),
         (PlaygroundScenes, {"task_weights": (0.0,) * 6}, "'task_weights'.* single_object"),
         (PlaygroundPrompts, {"task_weights": (-1.0, 1, 1, 1, 1, 1)}, "'task_weights'.* single_object"),
         (PlaygroundPrompts, {"num_prompts": 0}, "num_prompts"),

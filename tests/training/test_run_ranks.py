@@ -69,9 +69,11 @@ def test_run_resumes_on_another_number_of_ranks(one_rank, tmp_path):
     [
         ("awm-toy-flow", "fsdp"),
         pytest.param("elbo-grpo-toy-masked", "replicated", marks=pytest.mark.slow),
+        pytest.param("elbo-grpo-toy-flow", "fsdp", marks=pytest.mark.slow),
         pytest.param("epg-toy-flow", "replicated", marks=pytest.mark.slow),
         pytest.param("flow-dppo-toy-flow", "fsdp", marks=pytest.mark.slow),
         pytest.param("grpo-guard-toy-flow", "replicated", marks=pytest.mark.slow),
+        pytest.param("drpo-toy-causal", "fsdp", marks=pytest.mark.slow),
     ],
 )
 def test_objective_on_two_ranks_equals_one(recipe, strategy, tmp_path):
