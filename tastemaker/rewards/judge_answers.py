@@ -10,11 +10,15 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
-NUMBER = r"[-+]?\d+(?:\.\d+)?"
+# Every pattern takes time in proportion to an answer's length: a hang in one of them would stop all threads of a run.
+# So digits are matched possessively, and no two neighboring repetitions match the same characters.
+NUMBER = r"[-+]?\d++(?:\.\d++)?+"
 THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 MIN_COVERED = 1e-3  # probability of all accepted tokens below which an answer counts as neither of them
 MAX_QUOTE = 160  # characters of an answer in a message
@@ -57,7 +61,8 @@ class JudgeAnswer:
     @property
     def text(self) -> str:
         """The content without the text in <think> tags."""
-        return THINKING.sub("", self.content).strip()
+        before, end, after = self.content.rpartition("</think>")
+        return (THINKING.sub("", before + end) + after).strip()
 
 
 def _read_logprobs(logprobs: object) -> tuple[tuple[str, float], ...] | None:
@@ -138,7 +143,7 @@ class AxisScores(AnswerFormat):
 class NumberAnswer(AnswerFormat):
     """One number that a regular expression with one group finds; the last match counts. From 0 to 1."""
 
-    pattern: str = rf"Final Score:\s*\**\s*({NUMBER})(?![\d.]*\d)"
+    pattern: str = rf"Final Score:[\s*]*({NUMBER})(?!\.+\d)"
     low: float = 1.0
     high: float = 5.0
 
@@ -184,12 +189,13 @@ class TaggedWinner(AnswerFormat):
     noun: str = "Image"
 
     def read(self, answer: JudgeAnswer) -> ParsedAnswer:
-        found = re.findall(r"<answer>(.*?)</answer>", answer.text, re.DOTALL)
-        winner = re.fullmatch(rf"\s*{self.noun} ([12]) is better\.?\s*", found[-1]) if found else None
+        before, _, _ = answer.text.rpartition("</answer>")
+        _, tag, verdict = before.rpartition("<answer>")
+        winner = re.fullmatch(rf"\s*{self.noun} ([12]) is better\.?\s*", verdict) if tag else None
         if not winner:
             raise AnswerError("no answer", f"expected <answer>{self.noun} 1 is better</answer> or 2")
         parts: dict[str, Any] = {"winner": int(winner[1])}
-        lines = [rf"{self.noun} {i}:[^\n]*?=\s*({NUMBER})" for i in (1, 2)]
+        lines = [rf"{self.noun} {i}:[^\n=:]*=\s*({NUMBER})" for i in (1, 2)]
         totals = re.findall(rf"Total score:\s*{lines[0]}\s*{lines[1]}", answer.content)
         if totals:
             first, second = (float(text) for text in totals[-1])
@@ -207,11 +213,16 @@ class SentenceWinner(AnswerFormat):
     def read(self, answer: JudgeAnswer) -> ParsedAnswer:
         text = re.sub(r"[*_`]", "", answer.text)
         found = set(re.findall(rf"{self.noun}\s+([12])\s+is\s+(?:clearly\s+)?better", text, re.IGNORECASE))
-        tie = re.search(rf"\b(?:both|{self.noun}s?)\b[^.\n]*\bequally good", text, re.IGNORECASE)
-        if len(found) + bool(tie) != 1:
+        tie = any(self._is_tie(sentence) for sentence in re.findall(r"[^.\n]+", text))
+        if len(found) + tie != 1:
             raise AnswerError("no answer", f"expected '{self.noun} 1 is better' or 2, once")
         winner = int(found.pop()) if found else 0
         return ParsedAnswer({0: 0.5, 1: 1.0, 2: 0.0}[winner], {"winner": winner})
+
+    def _is_tie(self, sentence: str) -> bool:
+        """Whether a sentence says that both are equally good."""
+        subject = re.search(rf"\b(?:both|{self.noun}s?)\b", sentence, re.IGNORECASE)
+        return bool(subject and re.search(r"\bequally good", sentence[subject.end() :], re.IGNORECASE))
 
 
 @dataclass(frozen=True)
@@ -281,7 +292,8 @@ class JsonScores(AnswerFormat):
         try:
             scores = read_json_object(answer.text).get("score")
         except AnswerError:
-            lists = re.findall(rf'"score"\s*:\s*\[((?:\s*{NUMBER}\s*,?)*)\s*\]', answer.text)
+            pattern = rf'"score"\s*:\s*\[\s*({NUMBER}(?:\s*,\s*{NUMBER})*)\s*(?:,\s*)?\]'
+            lists = re.findall(pattern, answer.text)
             if len(lists) != 1:
                 raise
             scores, repaired = [float(text) for text in re.findall(NUMBER, lists[0])], True
@@ -309,16 +321,19 @@ class SectionScores(AnswerFormat):
 
     def read(self, answer: JudgeAnswer) -> ParsedAnswer:
         text = re.sub(r"[*~]", "", answer.text)
-        body = re.search(r"^# Detailed Judgement\s*$(.*?)^# Summary:", text, re.DOTALL | re.MULTILINE)
         names = [name for name, _ in self.headings]
-        if not body:
+        start = re.search(r"^# Detailed Judgement[ \t]*$", text, re.MULTILINE)
+        body = text[start.end() :] if start else ""
+        end = re.search(r"^# Summary:", body, re.MULTILINE)
+        if not end:
             raise AnswerError("missing", "expected '# Detailed Judgement' and then '# Summary:'", names)
-        sections = self._split(body[1])
+        sections = self._split(body[: end.start()])
         missing = [name for name in names if name not in sections]
         values: dict[str, float | None] = {}
         for name in [name for name in names if name in sections]:
-            lines = re.findall(r"^[ \t]*## Score:[ \t]*(.*?)[ \t]*$", sections[name], re.MULTILINE)
-            score = re.fullmatch(rf"({NUMBER})(?:\s*/\s*4(?:\.0)?)?|n/?a\.?", "".join(lines[:1]), re.IGNORECASE)
+            lines = re.findall(r"^[ \t]*## Score:(.*)$", sections[name], re.MULTILINE)
+            line = "".join(lines[:1]).strip(" \t")
+            score = re.fullmatch(rf"({NUMBER})(?:\s*/\s*4(?:\.0)?)?|n/?a\.?", line, re.IGNORECASE)
             if len(lines) != 1 or not score:
                 missing.append(name)
             else:
@@ -335,12 +350,11 @@ class SectionScores(AnswerFormat):
         heads = [
             (match.start(), match.end(), name)
             for name, heading in self.headings
-            for match in re.finditer(rf"^[ \t]*\d+\.[ \t]*{heading}[ \t]*:?[ \t]*$", body, re.I | re.MULTILINE)
+            for match in re.finditer(rf"^[ \t]*\d+\.[ \t]*{heading}[ \t]*(?::[ \t]*)?$", body, re.I | re.MULTILINE)
         ]
-        heads.sort()
-        ends = [start for start, _, _ in heads[1:]] + [len(body)]
-        once = {name for _, _, name in heads if sum(other == name for _, _, other in heads) == 1}
-        return {name: body[at:end] for (_, at, name), end in zip(heads, ends, strict=True) if name in once}
+        counts = Counter(name for _, _, name in heads)
+        parts = pairwise([*sorted(heads), (len(body), 0, "")])
+        return {name: body[start:end] for (_, start, name), (end, _, _) in parts if counts[name] == 1}
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tastemaker.core.registry import ConfigError
+from tastemaker.evaluation.endpoint_judge import match_word
+from tastemaker.evaluation.question_scorers import parse_testpoint_scores, parse_wise_score
 from tastemaker.rewards.judge_answers import (
     AnswerError,
     AxisScores,
@@ -101,6 +105,7 @@ def test_strange_bodies_are_empty_answers() -> None:
         (JsonScores(("a", "b")), '{"reasoning": "12 and 13'),
         (load_template("unifiedreward_pair").questions[0].answer, "Alignment Score:\n Image 1: 0\n Image 2: 0\n"),
         (load_template("rationalrewards").questions[0].answer, "1. Text Faithfulness:\n## Score: 3\n# Summary:"),
+        (load_template("rationalrewards").questions[0].answer, "# Detailed Judgement\nNone.\n# Summary:"),
         (load_template("unifiedreward_think_pair").questions[0].answer, "<answer>Image 3 is better</answer>"),
         (load_template("unifiedreward_flex_pair").questions[0].answer, '{"winner": "both"}'),
         (load_template("yes_no_text").questions[0].answer, "Yesterday"),
@@ -111,6 +116,46 @@ def test_strange_bodies_are_empty_answers() -> None:
 def test_defective_answer_is_refused(answer: Any, text: str) -> None:
     with pytest.raises(AnswerError):
         answer.parse(JudgeAnswer(text))
+
+
+ADVERSARIAL_SIZE = 100_000  # characters
+REPEATED = [
+    " ", "\n", "*", "1", "1,", "1.", "=1", "{", "[", "<think>", "</think>", "<answer>", "<score>", "both ", "edited ",
+    "Edited image 1 is ", "Total score: Image 1: =1 ", "1. Text Faithfulness\n", "# Detailed Judgement\n",
+    "alignment score:\n", '"score": [1, ',
+]  # fmt: skip
+BEGUN = [
+    ('{"a": "b "c"", "score": [', "1"), ('{"a": "b "c"", "score": [', "1 "), ('"score": [1', " "),
+    ("Final Score:", " "), ("Final Score: ", "1"), ("Final Score: 1", ".1"), ("Style Score", " "),
+    ("Style Score (1-5): 3", " "), ("Alignment Score:\n Image 1: 0.4", " \n"), ("Edited image", " "),
+    ("# Detailed Judgement", "\n"), ("# Detailed Judgement\n1. Text Faithfulness", " "),
+    ("# Detailed Judgement\n1. Text Faithfulness\n## Score: a", " "), ("<answer>Image 1", " "),
+]  # fmt: skip
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise TimeoutError("parsing takes much longer than in proportion to the answer's length")
+
+
+def test_parsing_time_is_proportional_to_the_length() -> None:
+    """No pattern backtracks: its quadratic time would be minutes here, and an exponential one stops a run for good."""
+    texts = [part * (ADVERSARIAL_SIZE // len(part)) + "x" for part in REPEATED]
+    texts += [beginning + part * (ADVERSARIAL_SIZE // len(part)) + "x\n# Summary:" for beginning, part in BEGUN]
+    questions = [question for template in published_templates().values() for question in template.questions]
+    formats = {type(question.answer): question.answer for question in questions}
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(60)
+    try:
+        for text in texts:
+            for answer in formats.values():
+                with suppress(AnswerError):
+                    answer.parse(JudgeAnswer(text))
+            parse_wise_score(text)
+            parse_testpoint_scores(text, 2)
+            match_word(text, (("Yes",),))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_published_texts_are_unchanged_and_filled_literally() -> None:
