@@ -178,8 +178,9 @@ def test_probabilities_are_sums_over_the_spellings_of_an_answer() -> None:
     tokens = (("Yes", 0.25), ("\u0120yes", 0.125), ("\u2581No", 0.25), ("YES!", 0.1), ("Yes ", 0.1))
     answer = JudgeAnswer("Yes", "length", tuple((token, math.log(p)) for token, p in tokens))
     assert sum_logprobs(answer, (YES, NO)) == pytest.approx((0.375, 0.25))
-    with pytest.raises(RewardError, match="TM2306"):
-        sum_logprobs(JudgeAnswer("Yes"), (YES,))
+    for likely in (None, (("Yes", math.nan),), (("Yes", 1.5),)):
+        with pytest.raises(RewardError, match="TM2306"):
+            sum_logprobs(JudgeAnswer("Yes", "length", likely), (YES,))
     assert match_word("**Two** dogs", (TWO, YES)) == (1, 0) and match_word(" 2.", (TWO,)) == (1,)
     assert match_word("", (YES, NO)) == (0, 0) and match_word("Yesterday", (YES,)) == (0,)
 
