@@ -19,7 +19,8 @@ def share_clip_tokenizer(config: RunConfig) -> RunConfig:
     if folder is None or find_cached(CLIP_TOKENIZER) is not None:
         return config
     rewards = {
-        name: replace(reward, spec=_with_tokenizer(reward.spec, folder)) for name, reward in config.rewards.items()
+        name: reward if reward.servers else replace(reward, spec=_with_tokenizer(reward.spec, folder))
+        for name, reward in config.rewards.items()
     }
     return replace(config, rewards=rewards)
 

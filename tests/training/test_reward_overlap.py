@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 import toys
+from reward_server import serve_on_free_port
 from torch import Tensor
 
 from tastemaker.config.build import build, build_rubric
@@ -149,11 +150,13 @@ def test_overlapped_and_placed_rewards_train_the_same_weights(tmp_path: Path) ->
         "always": ["engine.overlap_rewards=always"],
         "device": ["rewards.color.device=cpu"],  # a stand-in for a second GPU
     }
-    for name, settings in variants.items():
-        weights, timings = train_weights(tmp_path / name, *settings)
-        assert "time/reward_wait" in timings
-        different = [key for key, value in expected.items() if not weights[key].equal(value)]
-        assert not different, (name, different)
+    with serve_on_free_port(ColorReward()) as first, serve_on_free_port(ColorReward()) as second:
+        variants["servers"] = [f"rewards.color.device=[{first}, {second}]"]
+        for name, settings in variants.items():
+            weights, timings = train_weights(tmp_path / name, *settings)
+            assert "time/reward_wait" in timings
+            different = [key for key, value in expected.items() if not weights[key].equal(value)]
+            assert not different, (name, different)
 
 
 def test_rewards_with_a_device_run_in_threads_unless_their_gradient_is_needed() -> None:
