@@ -21,11 +21,12 @@ from ..core.types import Metadata
 from ..data.image_io import read_image
 from ..rewards.group import WinRateReward
 from ..training.precision import choose_placement
+from .library_scores import NAME, compare_with_library
 from .local_weights import with_local_weights
 from .reference_scores import ReferenceScore, load_reference_scores
 from .report import NEEDS_DOWNLOAD, Check, Settings
 
-COMPARED = ("published scores",)  # checks that must pass for `matched`
+COMPARED = ("published scores", NAME)  # checks of which one must pass for `matched`
 PROMPTS = ('a photo of a red dog and a sign that says "exit"', 'a photo of a blue dog and a sign that says "exit"')
 CAPTIONS = ("a photo of a red dog", "a photo of a blue dog")  # in the language of the playground
 MOVING = ("a photo of a dog moving left", "a photo of a car moving left")
@@ -79,6 +80,12 @@ def list_rewards() -> list[str]:
     return list(REWARDS)
 
 
+def compared_checks(checks: Sequence[Check]) -> list[str]:
+    """The comparisons that were made, or the first one if there were none."""
+    made = {check.name for check in checks if check.verdict != "skip"}
+    return [name for name in COMPARED if name in made] or list(COMPARED[:1])
+
+
 def load_spec(name: str, settings: Settings) -> RewardSpec:
     """A reward by name, with its required settings, or by a mapping such as {type: hps}."""
     data = parse_yaml(name, "verify") if name.startswith("{") else {"type": name}
@@ -126,7 +133,8 @@ def verify_reward(name: str, settings: Settings) -> Iterator[Check]:
     scored = WinRateReward(spec) if spec.compares_pairs else spec
     try:
         placement = choose_placement(settings.device, settings.precision)
-        rubric = Rubric({"reward": WeightedReward(scored, scored.load(placement))})
+        reward, precision = scored.load(placement), "tiny" if settings.tiny else settings.precision
+        rubric = Rubric({"reward": WeightedReward(scored, reward)})
         test = RewardTest(scored, rubric, EXAMPLES.get(kind, RewardExample()), placement.device)
         with torch.no_grad():
             scores = test.score(test.pixels)
@@ -136,6 +144,7 @@ def verify_reward(name: str, settings: Settings) -> Iterator[Check]:
             lambda: test.check_single_samples(scores),
             test.check_gradient,
             lambda: check_references(kind, rubric, settings, placement.device),
+            lambda: compare_with_library(kind, spec, reward, placement, precision),
         )
         for check in checks:
             result = check()
