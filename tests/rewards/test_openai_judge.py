@@ -284,6 +284,21 @@ def repeat_key(key: str) -> str:
     return completion(f"Your key is {key}.").body.decode()
 
 
+def test_missing_columns_are_named(stub: JudgeStub, url: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("text: 'Rate {promt} in {Style_2}.'\nanswer: {type: yes_no_text}\n")
+    entries = [{"Style_2": "oil", "level": 3, "image": torch.rand(1, 3, 8, 8)}]
+    with pytest.raises(RewardError, match=r"\{promt\}.*Style_2, instruction, level, prompt;.*TM2060"):
+        score(judge(url, template=str(path)), PIXELS[:1], ["x"], entries)
+    with pytest.raises(RewardError, match=r"\{requirement\}.*TM2060"):
+        score(judge(url, template="edit_digits"), PIXELS[:1], ["x"], entries)
+    assert not stub.requests
+    path.write_text("text: 'Rate {prompt} in {Style_2}, as {\"a\": 1}.'\nanswer: {type: yes_no_text}\n")
+    stub.fault = lambda n, request: completion("yes")
+    assert score(judge(url, template=str(path)), PIXELS[:1], ["red"], entries).item() == 1
+    assert stub.requests[0]["messages"][0]["content"][-1]["text"] == 'Rate red in oil, as {"a": 1}.'
+
+
 def test_key_is_sent_and_never_shown(
     stub: JudgeStub, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
