@@ -429,9 +429,9 @@ class SectionScores(AnswerFormat):
 
 @dataclass(frozen=True)
 class YesNoProbability(AnswerFormat):
-    """The probability of yes from the log-probabilities of the first token, in any spelling.
+    """The probability of yes against no from the log-probabilities of the first token, in any spelling.
 
-    Against no, or with `full_softmax` among all tokens, where yes may miss in the list only if it is improbable.
+    With `full_softmax`, that of the token `Yes` among all tokens, as in VQAScore: other spellings do not count.
     """
 
     full_softmax: bool = False
@@ -439,7 +439,9 @@ class YesNoProbability(AnswerFormat):
 
     def read(self, answer: JudgeAnswer) -> ParsedAnswer:
         tokens = require_logprobs(answer)
-        yes, no = (sum(math.exp(p) for t, p in tokens if t.strip().lower() == word) for word in ("yes", "no"))
+        spell = str if self.full_softmax else lambda token: token.strip().lower()
+        words = ("Yes", "No") if self.full_softmax else ("yes", "no")
+        yes, no = (sum(math.exp(p) for token, p in tokens if spell(token) == word) for word in words)
         covered = yes + no
         if not covered >= MIN_COVERED:
             raise AnswerError("neither", f"the first token is neither yes nor no, with a probability of {covered:.2g}")

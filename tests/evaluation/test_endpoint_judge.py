@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -193,6 +194,8 @@ def test_unigenbench_is_asked_and_read_as_published(tmp_path: Path) -> None:
     assert "\u300c\nAttribute - Color: Assessment of different colors\nAttribute - Quantity: Focuses" in text
     assert "Description:\u300c\nAttribute - Color: The cups are red\nAttribute - Quantity: There are" in text
     assert "{" not in text and len(read_unigenbench_texts()["explanations"]) == 27
+    explanations = json.dumps(read_unigenbench_texts()["explanations"], sort_keys=True)
+    assert hashlib.sha256(explanations.encode()).hexdigest().startswith("c769a7fdb91440e3")  # of the published ones
     answer = "<analysis>['a', \"b\"]</analysis> <score>\n[1, 0]</score>"
     assert parse_testpoint_scores(answer, 2) == [1, 0]
     broken = ["", "[1, 0]", answer.replace("1,", "2,"), answer.replace("1,", "True,"), answer.replace("[1, 0]", "[1]")]

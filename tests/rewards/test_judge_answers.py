@@ -255,6 +255,16 @@ def test_numbers_that_may_be_cut_off_are_refused() -> None:
     assert YesNoProbability().parse(JudgeAnswer("1.", "length", yes)).score > 0.8  # one token is always cut off
 
 
+def test_vqascore_is_the_probability_of_one_token() -> None:
+    """P("Yes") under the full softmax; against no, all spellings count."""
+    tokens = tuple((token, math.log(p)) for token, p in (("Yes", 0.4), ("yes", 0.2), (" Yes", 0.1), ("No", 0.1)))
+    exact, relative = (load_template(name).questions[0].answer for name in ("vqascore", "yes_no"))
+    assert exact.parse(JudgeAnswer("Yes", "length", tokens)).score == pytest.approx(0.4)
+    assert relative.parse(JudgeAnswer("Yes", "length", tokens)).score == pytest.approx(0.7 / 0.8)
+    with pytest.raises(AnswerError):  # of an endpoint whose tokens are spelled in another way
+        exact.parse(JudgeAnswer("Yes", "length", tokens[1:3]))
+
+
 def logprob_body(top_logprobs: Any) -> dict[str, Any]:
     position = {"token": "Yes", "logprob": 0.0, "top_logprobs": top_logprobs}
     return {"choices": [{"message": {"content": "Yes"}, "logprobs": {"content": [position]}}]}
