@@ -39,6 +39,7 @@ from ..vlm.judge_models import GeneratorJudge, load_generator_judge
 from .check import C, require_valid
 from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
+from .frame_rates import share_frame_rate
 from .load import apply_overrides
 from .reward_servers import place_on_servers
 from .schema import (
@@ -261,7 +262,7 @@ def build(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
         rubric=build_rubric(
-            share_clip_tokenizer(config).rewards,
+            share_frame_rate(share_clip_tokenizer(config)).rewards,
             engine.placement(),
             overlap_on_device=config.engine.overlap_rewards == "always",
         ),
