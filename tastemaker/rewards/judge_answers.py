@@ -151,7 +151,7 @@ class AxisScores(AnswerFormat):
             raise AnswerError("missing", f"expected one line for each of {', '.join(missing)}", missing)
         values: dict[str, float] = {}
         for axis, [(scale, text, maximum)] in found.items():
-            scales = ([], [self.high], [abs(self.low), self.high])
+            scales: tuple[list[float], ...] = ([], [self.high], [abs(self.low), self.high])
             if read_numbers(scale) not in scales or read_numbers(maximum) not in scales[:2]:
                 raise AnswerError("range", f"{axis} is on another scale than {self.low:g} to {self.high:g}")
             values[axis] = read_number(text, self.low, self.high, axis)

@@ -102,7 +102,7 @@ class RewardClient:
         except (OSError, http.client.IncompleteRead, http.client.RemoteDisconnected) as error:
             raise TemporaryError(f"{type(error).__name__}: {error}") from error
         except http.client.HTTPException as error:
-            line = error.line if isinstance(error, http.client.BadStatusLine) else ""
+            line = str(error) if isinstance(error, http.client.BadStatusLine) else ""
             if bounded.closed and line and "HTTP/".startswith(line[:5]):
                 raise TemporaryError(f"the answer was cut off in its first line, {line!r:.80}") from error
             raise RewardServiceError(
