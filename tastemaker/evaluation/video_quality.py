@@ -105,7 +105,7 @@ class VideoQualityScorer(BenchmarkScorer):
         rows = []
         for clip, requested in zip(pixels, metadata, strict=True):
             frames = clip.to(self.device).float()
-            measure = {
+            measure: dict[str, Callable[[Tensor], Tensor | float]] = {
                 "subject_consistency": lambda x: subject_consistency(self.encoder(x)),
                 "motion_smoothness": lambda x: 1 - 2 * float(flicker_score(x[None])),
                 "dynamic_degree": is_moving,

@@ -91,7 +91,8 @@ def clip_scores(case: LibraryCase) -> Tensor:
     tokens = tokenizer(list(case.prompts), padding=True, truncation=True, max_length=77, return_tensors="pt")
     pixels = case.process(CLIPImageProcessorPil, case.images, **tiny_sizes(case))
     output = case.load(CLIPModel)(pixel_values=pixels, **tokens.to(case.device))
-    return case.reward.head((output.image_embeds * output.text_embeds).sum(1))
+    scores: Tensor = case.reward.head((output.image_embeds * output.text_embeds).sum(1))
+    return scores
 
 
 def clip_i_scores(case: LibraryCase) -> Tensor:
@@ -131,7 +132,8 @@ def aesthetic_v25_scores(case: LibraryCase) -> Tensor:
     side = TINY_SIDE if case.is_tiny else 384
     pixels = case.process(SiglipImageProcessorPil, case.images, size={"height": side, "width": side})
     embedding = F.normalize(case.load(SiglipVisionModel)(pixel_values=pixels).pooler_output, dim=-1)
-    return embedding @ case.reward.weight + case.reward.bias
+    scores: Tensor = embedding @ case.reward.weight + case.reward.bias
+    return scores
 
 
 def tiny_sizes(case: LibraryCase) -> dict[str, Any]:

@@ -195,6 +195,13 @@ def test_rewards_get_what_they_need(name: str) -> None:
     assert entry.status == "runs", entry.reason
 
 
+@pytest.mark.parametrize("name", ["source_similarity", "playground_edit"])
+def test_rewards_of_edits_get_a_source_and_a_mask(name: str) -> None:
+    entry = verify_task(Task("reward", name), TINY)
+    assert entry.status == "runs", entry.reason
+    assert checks_of(entry)["gradient"] in ("pass", "skip")
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("task", find_tasks([], everything=True), ids=lambda task: f"{task.kind}-{task.name}")
