@@ -301,6 +301,7 @@ def reward_facts(name: str) -> str:
     if row["range"] == INHERITED:
         return "Range, gradient and modality are those of the reward inside."
     weights = [f"`{source['hub']}` ({source['size']}, {source['license']})" for source in row["sources"]]
+    weights += row["own_files"]
     facts = [
         ["range", row["range"]],
         ["gradient", "yes" if row["differentiable"] else "no"],

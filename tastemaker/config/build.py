@@ -39,7 +39,9 @@ from ..vlm.judge_models import GeneratorJudge, load_generator_judge
 from .check import C, require_valid
 from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
+from .frame_rates import share_frame_rate
 from .load import apply_overrides
+from .reward_servers import place_on_servers
 from .schema import (
     AnyConfig,
     AutoencoderRunConfig,
@@ -65,7 +67,10 @@ MAX_OVERRIDE_LENGTH = 60  # characters of an override in a warning
 
 def make_tiny(config: RunConfig) -> RunConfig:
     """Return a copy of the configuration with tiny random models and a small batch, for `--tiny`."""
-    rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in config.rewards.items()}
+    rewards = {
+        name: replace(reward, spec=reward.spec.tiny(), device=None if reward.servers else reward.device)
+        for name, reward in config.rewards.items()
+    }
     return replace(
         config,
         model=config.model.tiny(),
@@ -204,21 +209,25 @@ def build_rubric(
 ) -> Rubric:
     """Load the rewards; rewards with the same model share it.
 
-    A reward with a `device` is loaded there and scores in a thread. With `overlap_on_device` all of them do.
+    A reward with a `device` is loaded there, or computed by servers, and scores in a thread. With `overlap_on_device`
+    all of them do.
     """
     weighted = {}
     for name, each in rewards.items():
-        device = _reward_device(name, each.device) or (placement.device if overlap_on_device else None)
-        reward = load_shared_reward(each.spec, replace(placement, device=device) if device else placement)
+        spec, device = place_on_servers(name, each), _reward_device(name, each)
+        if overlap_on_device and not each.servers:
+            device = device or placement.device
+        reward = load_shared_reward(spec, replace(placement, device=device) if device else placement)
         weighted[name] = WeightedReward(
-            each.spec, reward, each.weight, each.normalize, each.clip, each.held_out, device=device
+            spec, reward, each.weight, each.normalize, each.clip, each.held_out, device=device
         )
     return Rubric(weighted)
 
 
-def _reward_device(name: str, text: str | None) -> torch.device | None:
-    """The device that a reward names, if this machine has it."""
-    if text is None:
+def _reward_device(name: str, reward: RewardConfig) -> torch.device | None:
+    """The device that a reward names, if this machine has it. None for servers."""
+    text = reward.device
+    if not isinstance(text, str) or reward.servers:
         return None
     device = torch.device(text)
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[device.type]
@@ -253,7 +262,7 @@ def build(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
         rubric=build_rubric(
-            share_clip_tokenizer(config).rewards,
+            share_frame_rate(share_clip_tokenizer(config)).rewards,
             engine.placement(),
             overlap_on_device=config.engine.overlap_rewards == "always",
         ),

@@ -194,7 +194,7 @@ def _table_cells(row: Row) -> list[str]:
         f"{source['hub']}{'/' + source['file'] if source['file'] else ''} "
         f"({', '.join([source['size'], source['license'], *(['gated'] if source['gated'] else [])])})"
         for source in row["sources"]
-    ]
+    ] + list(row["own_files"])
     cells = [
         row["description"],
         {True: "yes", False: "no", None: row["range"]}[row["differentiable"]],

@@ -37,6 +37,7 @@ from .data_checks import BATCH_NAMES, DATA_TYPES, check_editor_path, check_joint
 from .dump import registered_name, to_plain
 from .engine_rules import ENGINE_RULES
 from .group_rules import check_group_rewards, check_pairwise_rewards, check_pool
+from .reward_servers import check_reward_servers
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .validate import build_component
 
@@ -355,6 +356,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_stochastic_sampler,
     check_objective_data,
     check_reward_gradients,
+    check_reward_servers,
     check_joint_batch,
     check_rewards_exist,
     check_video_rewards,

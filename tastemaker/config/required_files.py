@@ -56,7 +56,7 @@ def _file_sections(config: AnyConfig) -> Iterator[tuple[str, Any]]:
     """Yield the sections that name files, apart from the training data."""
     if isinstance(config, RunConfig):
         yield "model", config.model
-        yield from ((f"rewards.{name}", reward.spec) for name, reward in config.rewards.items())
+        yield from ((f"rewards.{name}", each.spec) for name, each in config.rewards.items() if not each.servers)
         return
     if isinstance(config, PreferenceRunConfig):
         yield "preference", config.preference
@@ -115,8 +115,8 @@ def published_sources(config: AnyConfig) -> tuple[WeightsSource, ...]:
         return config.autoencoder.sources
     if isinstance(config, PreferenceRunConfig):
         return config.preference.tower.sources
-    rewards = share_clip_tokenizer(config).rewards
-    sources = [*config.model.sources, *(s for reward in rewards.values() for s in reward.spec.sources)]
+    rewards = [reward for reward in share_clip_tokenizer(config).rewards.values() if not reward.servers]
+    sources = [*config.model.sources, *(source for reward in rewards for source in reward.spec.sources)]
     return tuple(dict.fromkeys(sources))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
 
 from ..autoencoders.lpips import VGG16
 from ..core.autoencoder import AutoencoderSpec
@@ -131,7 +132,30 @@ class LoggerConfig:
             )
 
 
-RewardDevice = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:[0-9]{1,2})?)$")]
+DEVICE = re.compile(r"^(cpu|mps|cuda(:[0-9]{1,2})?)$")
+SERVER = re.compile(r"^https?://\S+$")
+DEVICE_SCHEMA = [
+    {"type": "string", "pattern": f"{DEVICE.pattern}|{SERVER.pattern}"},
+    {"type": "array", "items": {"type": "string", "pattern": SERVER.pattern}, "minItems": 1},
+    {"type": "null"},
+]
+
+
+def check_reward_device(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """Return a device or addresses of servers as they are; raise ValueError about anything else."""
+    names = (value,) if isinstance(value, str) else value
+    is_device = isinstance(value, str) and DEVICE.fullmatch(value)
+    if names is None or is_device or (names and all(SERVER.fullmatch(name) for name in names)):
+        return value
+    raise ValueError(
+        f"expected cpu, mps, cuda, cuda:1, or addresses of reward servers such as http://node1:8800, got "
+        f"'{', '.join(names):.60}'; write one of these, or remove the setting [TM2059]"
+    )
+
+
+RewardDevice = Annotated[
+    str | tuple[str, ...] | None, AfterValidator(check_reward_device), WithJsonSchema({"anyOf": DEVICE_SCHEMA})
+]
 
 
 @dataclass(frozen=True)
@@ -143,7 +167,14 @@ class RewardConfig:
     normalize: RewardNormalization | None = None  # of the score, before the weight; logged scores are raw
     clip: tuple[float, float] | None = None  # bounds of the normalized score; the gradient is zero outside
     held_out: bool = False  # scored by the guard and on displayed samples, not at training steps; needs weight 0
-    device: RewardDevice | None = None  # cpu, cuda:1 …: another one than the sampler's, beside which it then scores
+    device: RewardDevice = None  # cpu, cuda:1 …, or http://… of reward servers: where it scores beside the sampler
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the reward servers that `device` names."""
+        if isinstance(self.device, tuple):
+            return self.device
+        return (self.device,) if self.device and "://" in self.device else ()
 
     def __post_init__(self) -> None:
         if self.held_out and self.weight:

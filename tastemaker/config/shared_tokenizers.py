@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ def share_clip_tokenizer(config: RunConfig) -> RunConfig:
     if folder is None or find_cached(CLIP_TOKENIZER) is not None:
         return config
     rewards = {
-        name: replace(reward, spec=_with_tokenizer(reward.spec, folder)) for name, reward in config.rewards.items()
+        name: reward if reward.servers else replace(reward, spec=_with_tokenizer(reward.spec, folder))
+        for name, reward in config.rewards.items()
     }
     return replace(config, rewards=rewards)
 
@@ -38,16 +40,25 @@ def find_clip_tokenizer(weights: Any) -> Path | None:
 
 def _with_tokenizer(spec: Any, folder: Path) -> Any:
     """The reward, and rewards inside it, with this tokenizer where CLIP's own would be needed."""
+
+    def choose(reward: Any) -> dict[str, Any]:
+        names = [field.name for field in fields(reward)]
+        needs = "tokenizer" in names and reward.tokenizer is None and CLIP_TOKENIZER in reward.sources
+        return {"tokenizer": str(folder)} if needs else {}
+
+    return change_rewards(spec, choose)
+
+
+def change_rewards(spec: Any, choose: Callable[[Any], dict[str, Any]]) -> Any:
+    """A reward with the settings that `choose` returns for it, and likewise the rewards inside it."""
     if not is_dataclass(spec):
         return spec
     settings: Any = spec  # a reward, which mypy takes for a class
-    changes: dict[str, Any] = {}
+    changes = choose(settings)
     for field in fields(settings):
         value = getattr(spec, field.name)
         if isinstance(value, RewardSpec):
-            changes[field.name] = _with_tokenizer(value, folder)
+            changes[field.name] = change_rewards(value, choose)
         elif isinstance(value, tuple) and any(isinstance(each, RewardSpec) for each in value):
-            changes[field.name] = tuple(_with_tokenizer(each, folder) for each in value)
-        elif field.name == "tokenizer" and value is None and CLIP_TOKENIZER in settings.sources:
-            changes[field.name] = str(folder)
+            changes[field.name] = tuple(change_rewards(each, choose) for each in value)
     return replace(settings, **changes) if changes else spec

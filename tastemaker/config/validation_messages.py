@@ -92,6 +92,8 @@ def describe_errors(
 def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]:
     """The location of an error and the text about it."""
     kind, where, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
+    if kind == "value_error":  # of a check beside the field, with a text of its own
+        return where, str(context["error"])
     if kind == MESSAGE:
         return where, context["text"]
     if kind == "extra_forbidden":

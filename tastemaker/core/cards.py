@@ -46,3 +46,4 @@ class RewardCard:
     failure_modes: str  # what raises it without making samples better
     memory: str = "none"  # size of its weights
     sources: tuple[WeightsSource, ...] = ()  # default weights
+    own_files: tuple[str, ...] = ()  # files that the user brings, with their size and license

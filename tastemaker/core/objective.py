@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from .types import Condition, Loss, PromptBatch, Trajectory, concatenate, select
 
 B = TypeVar("B")  # a batch of data
 E = TypeVar("E")  # experience, a tree of tensors
+T = TypeVar("T")  # what is scored
 Q = TypeVar("Q")  # names a part of the experience whose loss is computed by itself
 
 MAX_PENDING_BATCHES = 2  # rollout batches that wait for their scores while the next one is sampled; bounds host memory
@@ -303,14 +304,12 @@ def _scored_batches(
 ) -> Iterator[tuple[Trajectory, Scores]]:
     """Yield samples and their scores, one rollout batch after the other; `prompt` is the row of `cond` of each sample.
 
-    Rewards in threads score a batch while the next ones are sampled. If a reward compares the samples of a prompt, they
-    wait for the rollout batch that completes their group.
+    If a reward compares the samples of a prompt, they wait for the rollout batch that completes their group.
     """
     unit = group_size if ctx.rubric.needs_groups else 1
-    max_pending = MAX_PENDING_BATCHES if ctx.overlap_rewards and ctx.rubric.uses_threads else 0
-    waiting: list[tuple[Trajectory, Tensor]] = []
-    pending: deque[tuple[Trajectory, PendingScores]] = deque()
-    try:
+
+    def start_batches() -> Iterator[tuple[Trajectory, PendingScores]]:
+        waiting: list[tuple[Trajectory, Tensor]] = []
         for rows in ctx.chunks(len(prompt), unit):
             sampled = _sample_branches(ctx.policy, select_rows(cond, prompt[rows]), select_rows(rng, rows), branches)
             waiting.append((sampled, ctx.policy.decode(sampled.final)))
@@ -318,8 +317,20 @@ def _scored_batches(
                 continue
             trajectory, pixels = concatenate(waiting)
             waiting = []
-            pending.append((trajectory, start_scoring(ctx, pixels, trajectory.cond, group_size)))
-            del pixels
+            scores = start_scoring(ctx, pixels, trajectory.cond, group_size)
+            del pixels  # not kept while the next batch is sampled
+            yield trajectory, scores
+
+    return finish_in_order(ctx, start_batches())
+
+
+def finish_in_order(ctx: Context[Any], started: Iterable[tuple[T, PendingScores]]) -> Iterator[tuple[T, Scores]]:
+    """Yield items with their scores. While rewards in threads score some, `started` may make the next ones."""
+    max_pending = MAX_PENDING_BATCHES if ctx.overlap_rewards and ctx.rubric.uses_threads else 0
+    pending: deque[tuple[T, PendingScores]] = deque()
+    try:
+        for each in started:
+            pending.append(each)
             while len(pending) > max_pending:
                 yield pending[0][0], finish_scoring(ctx, pending[0][1])
                 pending.popleft()

@@ -310,7 +310,7 @@ class FakeRubric(Rubric):
         )
         self.config, self.tower = config, None
         self.dtype = frozen_dtype(config)
-        if any("GB" in reward.spec.card.memory for reward in config.rewards.values()):
+        if any("GB" in each.spec.card.memory and not each.servers for each in config.rewards.values()):
             self.tower = _load_tower(self.dtype)
 
     def parameters(self) -> list[nn.Parameter]:

@@ -177,7 +177,7 @@ def _reward_bytes(config: RunConfig) -> float:
     for reward in config.rewards.values():
         memory = reward.spec.card.memory
         match = re.search(r"([\d.]+) (GB|MB)", memory)
-        if match and reward.spec.runs_on == "device":
+        if match and reward.spec.runs_on == "device" and not reward.servers:
             total += float(match[1]) * units[match[2]] * (half if "half of it" in memory else 1.0)
     return total
 

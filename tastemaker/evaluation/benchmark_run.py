@@ -107,7 +107,7 @@ class JudgeSettings:
     system: str = ""  # wise: the system message, before the question
     endpoint: JudgeEndpoint | None = None  # a chat-completions endpoint that answers instead
     subject_weights: str = DINO.hub  # vbench-lite: DINO
-    quality_weights: str = CLIP_L.hub  # vbench-lite: CLIP of CLIP-IQA
+    quality_weights: str = CLIP_L.hub  # vbench-lite: CLIP of CLIP-IQA, or the path of MUSIQ's musiq_spaq_ckpt-*.pth
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.reward import RewardError
 from ..data.image_io import to_uint8
-from ..rewards.judge_answers import MIN_COVERED, JudgeAnswer
+from ..rewards.judge_answers import MIN_COVERED, AnswerError, JudgeAnswer, require_logprobs
 from ..rewards.openai_judge import RETRY_TEMPERATURE, AnswerTally, OpenaiJudgeReward, encode_data_url
 from ..serving.chat_client import AbandonedRequest, EndpointPool, JudgeBudget
 from ..serving.judge_usage import UsageFiles
@@ -180,12 +180,14 @@ def describe(answers: Sequence[Spellings]) -> str:
 
 def sum_logprobs(answer: JudgeAnswer, answers: Sequence[Spellings]) -> tuple[float, ...]:
     """Probability of each answer: the sum over the listed first tokens that spell it."""
-    if answer.top_logprobs is None:
+    try:
+        likely = require_logprobs(answer)
+    except AnswerError as error:
+        problem = str(error).partition(";")[0]
         raise RewardError(
-            "--judge: the endpoint returns no log-probabilities; start it with logprobs, or set "
-            "'endpoint: {answers: text}' [TM2306]"
-        )
-    tokens = [(token.translate(SPACES), logprob) for token, logprob in answer.top_logprobs]
+            f"--judge: {problem}; start the endpoint with logprobs, or set 'endpoint: {{answers: text}}' [TM2306]"
+        ) from error
+    tokens = [(token.translate(SPACES), logprob) for token, logprob in likely]
     sums = [sum(math.exp(logprob) for token, logprob in tokens if token in spellings) for spellings in answers]
     return tuple(min(each, 1.0) for each in sums)
 

@@ -296,9 +296,10 @@ def parse_testpoint_scores(text: str, count: int) -> list[float] | None:
     """Return the scores of `<analysis>[...]</analysis><score>[1, 0]</score>`; None unless both have `count` entries."""
     lists: list[Any] = []
     for name in ("analysis", "score"):
-        found = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        _, _, rest = text.partition(f"<{name}>")
+        found, end, _ = rest.partition(f"</{name}>")
         try:
-            lists.append(ast.literal_eval(found[1].strip()) if found and len(found[1]) < MAX_LIST else None)
+            lists.append(ast.literal_eval(found.strip()) if end and len(found) < MAX_LIST else None)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             lists.append(None)
     if not all(isinstance(each, list) and len(each) == count for each in lists):

@@ -1,13 +1,15 @@
 """VBench-style scores of clips with networks that the package has: five of VBench's dimensions and their mean.
 
 Subject consistency and flickering follow VBench's rules. Smoothness and dynamic degree use the flow of Lucas and Kanade
-instead of AMT and RAFT, and imaging quality is CLIP-IQA instead of MUSIQ, so their values are not VBench's.
+instead of AMT and RAFT, so their values are not VBench's. Imaging quality is MUSIQ as in VBench with a file of it, and
+CLIP-IQA otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from ..rewards.backbones.frozen_models import TINY, load_network, random_network
 from ..rewards.backbones.optical_flow import SHORT_SIDE, estimate_flow, flicker_score, resize_for_flow
 from ..rewards.backbones.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from ..rewards.clip_iqa import ClipIqaReward, ClipIqaScorer
+from ..rewards.musiq import MusiqReward, MusiqScorer
 from .benchmarks import Benchmark
 from .evaluate import BenchmarkScorer
 from .metrics import BOOTSTRAP_DRAWS, IntervalDict, interval_of_draws
@@ -30,6 +33,7 @@ DINO_SIZE = 224  # pixels of the shorter side
 FASTEST = 0.05  # share of the pixels whose flow decides whether a pair of frames moves
 MOVING_FLOW = 6 / 256  # of the shorter side
 MIN_FRAMES = 3
+MUSIQ_NAME, MUSIQ_SIDE = "musiq", 512  # how names of its files begin, and pixels of the longer side
 # Lowest and highest value of VBench's normalization, and the weight in the mean.
 DIMENSIONS: dict[str, tuple[float, float, float]] = {
     "subject_consistency": (0.1462, 1.0, 1.0),
@@ -83,7 +87,7 @@ class VideoQualityScorer(BenchmarkScorer):
     """Scores each clip in the dimensions that its prompt is for; the others are None."""
 
     encoder: SubjectEncoder
-    quality: ClipIqaScorer
+    imaging_quality: Callable[[Tensor], Tensor]  # of frames [F, 3, H, W] from 0 to 1: [F]
     device: torch.device
     name: str = ""
 
@@ -101,12 +105,12 @@ class VideoQualityScorer(BenchmarkScorer):
         rows = []
         for clip, requested in zip(pixels, metadata, strict=True):
             frames = clip.to(self.device).float()
-            measure = {
+            measure: dict[str, Callable[[Tensor], Tensor | float]] = {
                 "subject_consistency": lambda x: subject_consistency(self.encoder(x)),
                 "motion_smoothness": lambda x: 1 - 2 * float(flicker_score(x[None])),
                 "dynamic_degree": is_moving,
                 "temporal_flickering": lambda x: 1 - float(x.diff(dim=0).abs().mean()),
-                "imaging_quality": self._imaging_quality,
+                "imaging_quality": lambda x: self.imaging_quality(x).mean(),
             }
             scores = {
                 name: float(measure[name](frames)) if name in requested["dimensions"] else None for name in DIMENSIONS
@@ -115,13 +119,34 @@ class VideoQualityScorer(BenchmarkScorer):
             rows.append({**scores, "quality": weighted_quality(scores), "answers": measured})
         return rows
 
-    def _imaging_quality(self, frames: Tensor) -> float:
-        features = self.quality.encode_images(frames[:, None])
-        return float(self.quality.score_features(features, [""] * len(frames)).mean())
-
     def summarize(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the weighted mean of the normalized dimensions, as VBench's quality score of those that it has."""
         return {"judge": self.name, "scores": {"quality": {"overall": quality_interval(rows)}}}
+
+
+@dataclass(frozen=True)
+class ClipIqaQuality:
+    """CLIP-IQA of frames."""
+
+    scorer: ClipIqaScorer
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        return self.scorer.score_features(self.scorer.encode_images(frames[:, None]), [""] * len(frames))
+
+
+@dataclass(frozen=True)
+class MusiqQuality:
+    """MUSIQ of frames over 100, at most 512 pixels on the longer side, as VBench's imaging quality."""
+
+    scorer: MusiqScorer
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        longer = max(frames.shape[-2:])
+        if longer > MUSIQ_SIDE:
+            height, width = (int(MUSIQ_SIDE / longer * side) for side in frames.shape[-2:])
+            frames = F.interpolate(frames, (height, width), mode="bilinear", antialias=False)
+        scores = [self.scorer.score(frame[None, None], [""], [{}]) for frame in frames]  # one at a time: they are large
+        return torch.cat(scores) / 100
 
 
 def subject_consistency(features: Tensor) -> float:
@@ -173,7 +198,18 @@ def quality_interval(rows: Sequence[Mapping[str, Any]], draws: int = BOOTSTRAP_D
 
 
 def load_video_quality_scorer(subject: str, quality: str, placement: Placement, *, tiny: bool) -> VideoQualityScorer:
-    spec = ClipIqaReward(weights=quality)
+    """The networks of vbench-lite. `quality` is CLIP for CLIP-IQA, or the path of a file of MUSIQ."""
     encoder = load_subject_encoder(TINY if tiny else subject, placement)
     name = TINY if tiny else f"{subject} and {quality}"
-    return VideoQualityScorer(encoder, (spec.tiny() if tiny else spec).load(placement), placement.device, name)
+    imaging_quality: Callable[[Tensor], Tensor]
+    if Path(quality).name.startswith(MUSIQ_NAME):
+        musiq = MusiqReward(TINY if tiny else quality).load(placement)
+        if musiq.net.outputs != 1:
+            raise ConfigError(
+                f"--judge: 'quality_weights' is {quality!r:.100}, which rates taste from 1 to 10; give "
+                "musiq_spaq_ckpt-358bb6af.pth, which VBench's imaging quality uses [TM2061]"
+            )
+        imaging_quality = MusiqQuality(musiq)
+    else:
+        imaging_quality = ClipIqaQuality(ClipIqaReward(weights=TINY if tiny else quality).load(placement))
+    return VideoQualityScorer(encoder, imaging_quality, placement.device, name)

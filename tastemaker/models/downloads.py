@@ -67,7 +67,8 @@ def required_heads(name: str) -> list[PublishedFile]:
         return list(VADER_HEADS.values())
     if name in list_recipes() or name.endswith(YAML_SUFFIXES):
         config = load_any_config(name)
-        specs = [reward.spec for reward in config.rewards.values()] if isinstance(config, RunConfig) else []
+        rewards = config.rewards.values() if isinstance(config, RunConfig) else ()
+        specs = [reward.spec for reward in rewards if not reward.servers]
     elif name in _reward_names() or name.startswith("{"):
         specs = [parse_reward(name, "download")[1]]
     else:

@@ -7,6 +7,7 @@ an image share that context, so one network call draws a whole group and one cal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from ..core.distributions import TokenDistribution, top_k_top_p_filter
 from ..core.group_selection import GroupFilter
 from ..core.guidance import scoring_model
-from ..core.objective import Context, Objective, drop_prompts, require_settings
+from ..core.objective import Context, Objective, drop_prompts, finish_in_order, require_settings
 from ..core.policy import Policy
 from ..core.randomness import Purpose, Randomness
+from ..core.reward import PendingScores, Scores
 from ..core.types import Condition, ImageBatch, Loss, Segment, concatenate, select_rows
 from ..data.image_io import resize_area
 from ..processes.autoregressive import AutoregressiveProcess, make_decoder
@@ -143,17 +145,18 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
     def collect(self, ctx: Context[AutoregressiveProcess], batch: ImageBatch) -> TeacherForcedSamples:
         images = max(1, (ctx.rollout_batch_size or len(batch) * self.group_size) // self.group_size)
         chunks = torch.split(torch.arange(len(batch)), images)
-        samples = concatenate(
-            [self._sample_and_score(ctx, select_rows(batch, rows), select_rows(ctx.rng, rows)) for rows in chunks]
-        )
+        started = (self._sample(ctx, select_rows(batch, rows), select_rows(ctx.rng, rows)) for rows in chunks)
+        with ctx.rubric.prioritize_sampling(ctx.rng.rows.device) if ctx.overlap_rewards else nullcontext():
+            samples = concatenate([self._with_scores(*each) for each in finish_in_order(ctx, started)])
         weight = filter_weights(ctx, samples.reward.flatten(), self.group_size, self.filter_groups)
         if weight is not None:
             samples = replace(samples, weight=weight.view_as(samples.reward))
         return split_groups(samples, self.samples_per_call) if self.samples_per_call else samples
 
-    def _sample_and_score(
+    def _sample(
         self, ctx: Context[AutoregressiveProcess], batch: ImageBatch, rng: Randomness
-    ) -> TeacherForcedSamples:
+    ) -> tuple[TeacherForcedSamples, PendingScores]:
+        """Samples without rewards, apart from that of the latents, and the scores that are being computed."""
         policy, (_, _, height, width) = ctx.policy, ctx.policy.model.pixels
         pixels = resize_area(batch.pixels.to(rng.rows.device), height, width)
         prompts: Sequence[str] = batch.prompts
@@ -162,10 +165,20 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         cond, clean = policy.embed(prompts), policy.encode(pixels)
         given = replace_tokens_randomly(policy, cond, clean, rng, self.token_noise) if self.token_noise else clean
         tokens, context, log_prob = sample_group(policy, cond, given, rng, self.group_size, self.own_token_ratio)
-        reward, rewards = reconstruction_rewards(ctx, batch, tokens, pixels, self.latent_reward_weight)
+        scores = start_reconstruction_scores(ctx, batch, tokens, pixels)
+        latent = {"latent": latent_similarity(policy, tokens, pixels)} if self.latent_reward_weight else {}
+        none = log_prob.new_zeros(tokens.shape[:2])
+        return TeacherForcedSamples(cond, clean, context, tokens, log_prob, rng, none, none, latent), scores
+
+    def _with_scores(self, samples: TeacherForcedSamples, scores: Scores) -> TeacherForcedSamples:
+        """The samples with their rewards and advantages."""
+        reward = scores.total.view(-1, self.group_size)
+        rewards = {name: each.view(-1, self.group_size) for name, each in scores.rewards.items()}
+        for latent in samples.rewards.values():
+            reward = reward + self.latent_reward_weight * latent
         advantage = group_advantages(reward.flatten(), self.group_size, self.unbiased_std, self.advantage_eps)
         advantage = advantage.clamp(-self.advantage_clip, self.advantage_clip).view_as(reward)
-        return TeacherForcedSamples(cond, clean, context, tokens, log_prob, rng, reward, advantage, rewards)
+        return replace(samples, reward=reward, advantage=advantage, rewards={**rewards, **samples.rewards})
 
     def metrics(self, experience: TeacherForcedSamples) -> dict[str, Tensor]:
         return experience.metrics(self.group_size)
@@ -338,25 +351,20 @@ def sample_token_mask(rng: Randomness, tokens: Tensor, p: float, draw: int) -> T
     return kept.float()
 
 
-def reconstruction_rewards(
-    ctx: Context[AutoregressiveProcess], batch: ImageBatch, tokens: Tensor, pixels: Tensor, latent_weight: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Total reward [B, G] of samples [B, G, K] around images, and each reward by name.
+def start_reconstruction_scores(
+    ctx: Context[AutoregressiveProcess], batch: ImageBatch, tokens: Tensor, pixels: Tensor
+) -> PendingScores:
+    """Begin to score samples [B, G, K] around images.
 
     Rewards get the image as metadata `target`, and its prompt even where that was dropped for the network.
     """
     group_size = tokens.shape[1]
-    metadata = [{"target": image} for image in pixels for _ in range(group_size)]
+    targets = pixels.cpu() if ctx.rubric.uses_threads else pixels  # threads do not wait for the sampler's stream
+    metadata = [{"target": image} for image in targets for _ in range(group_size)]
     prompts = [prompt for prompt in batch.prompts for _ in range(group_size)]
     samples = ctx.policy.decode(tokens.flatten(0, 1))
     with ctx.measure_time("reward"):
-        scores = ctx.rubric.score(samples, prompts, metadata, group_size)
-    total = scores.total.view(-1, group_size)
-    rewards = {name: reward.view(-1, group_size) for name, reward in scores.rewards.items()}
-    if not latent_weight:
-        return total, rewards
-    similarity = latent_similarity(ctx.policy, tokens, pixels)
-    return total + latent_weight * similarity, {**rewards, "latent": similarity}
+        return ctx.rubric.start(samples, [prompts], metadata, group_size)
 
 
 def latent_similarity(policy: Policy[AutoregressiveProcess], tokens: Tensor, pixels: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class AestheticV25Reward(RewardSpec):
         "go beyond 10",
         memory="1.7 GB, half of it in 16 bits; speed not measured",
         sources=(SIGLIP,),
+        own_files=("your copy of aesthetic_predictor_v2_5.pth (2.6 MB, AGPL-3.0)",),
     )
     differentiable: ClassVar[bool] = True
 

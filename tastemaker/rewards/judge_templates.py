@@ -39,7 +39,7 @@ from .judge_answers import (
 TEXTS = Path(__file__).with_name("judge_templates.json")
 SUFFIXES = (".yaml", ".yml")
 ImageName = Literal["sample", "first", "second", "source"]
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class JudgeTemplate:
 
 def fill_placeholders(text: str, values: Mapping[str, str], names: tuple[str, ...]) -> str:
     """Replace {name} by its value, in one pass: braces in a value or elsewhere in the text stay as they are."""
-    return PLACEHOLDER.sub(lambda m: values.get(m[1], "") if m[1] in names else m[0], text)
+    return PLACEHOLDER.sub(lambda m: values[m[1]] if m[1] in names else m[0], text)
 
 
 @cache

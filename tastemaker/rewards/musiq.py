@@ -41,6 +41,7 @@ class MusiqReward(PretrainedReward):
         range="0 to 100; AVA 1 to 10",
         failure_modes="noise and halos of sharpening (not measured here); it does not read the prompt",
         memory="0.11 GB; speed not measured",
+        own_files=("your copy of a MUSIQ file of IQA-PyTorch (0.11 GB; Apache-2.0 at MUSIQ's authors)",),
     )
     differentiable: ClassVar[bool] = True
 

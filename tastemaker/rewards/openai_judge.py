@@ -398,10 +398,21 @@ def build_cases(
     for i, (prompt, entry) in enumerate(zip(prompts, metadata, strict=True)):
         images = {name: list(select_frames(pixels[i], spec)) for name, pixels in samples.items()}
         images |= {"source": source_images(prompt, entry)} if template.needs_source else {}
-        names = {name for question in template.questions for name in question.placeholders}
-        values = {name: value for name, value in text_values(prompt, entry).items() if name in names}
-        cases.append(JudgeCase(images, values))
+        cases.append(JudgeCase(images, choose_values(template, prompt, entry)))
     return cases
+
+
+def choose_values(template: JudgeTemplate, prompt: str, metadata: Metadata) -> dict[str, str]:
+    """The values of a template's placeholders; each must be a column of the data."""
+    names = sorted({name for question in template.questions for name in question.placeholders})
+    values = text_values(prompt, metadata)
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise RewardError(
+            f"the template asks for {{{missing[0]:.60}}}, but the data of '{prompt:.80}' have only the columns "
+            f"{', '.join(sorted(values)):.300}; correct the template, or add the column to the data [TM2060]"
+        )
+    return {name: values[name] for name in names}
 
 
 class ChatScorer(Reward):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
@@ -24,7 +25,10 @@ from .color import BrightnessReward
 
 URL = re.compile(r"https?://[^/\s]+")
 TINY = "http://tiny"  # computed in this process
+TOKEN_VARIABLE = "REWARD_TOKEN"  # environment variable with the token of servers that `device` names
 MAX_SCORE = torch.finfo(torch.float32).max
+
+ChooseReward = Callable[[str, Mapping[str, Any]], tuple[str, Mapping[str, Any]]]  # of a URL and its /version
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,10 @@ class RemoteReward(RewardSpec):
         return self.batch_size * self.concurrency * len(self.urls)
 
     def load(self, placement: Placement) -> Reward:
-        if TINY in self.urls:
-            return BrightnessReward()
+        return BrightnessReward() if TINY in self.urls else self.connect(self._choose_reward)
+
+    def connect(self, choose: ChooseReward) -> Reward:
+        """The scorer of the reward that `choose` finds at every server, also at those that start again later."""
         token = os.environ.get(self.token_env, "")
         if self.token_env and not token:
             raise ConfigError(
@@ -72,11 +78,11 @@ class RemoteReward(RewardSpec):
         settings = (token, self.timeout, self.max_retries, self.retry_delay, self.retry_budget)
         client = ReplicaClient([RewardClient(url, *settings) for url in self.urls])
         info = client.request("/version")
-        name, description = self._choose_reward(client.url, info)
+        name, description = choose(client.url, info)
         version = f"{description.get('version', ''):.200}"
 
         def check(url: str, info: Mapping[str, Any]) -> None:
-            found = f"{self._choose_reward(url, info)[1].get('version', ''):.200}"
+            found = f"{choose(url, info)[1].get('version', ''):.200}"
             if found != version:
                 raise refuse_other_version(url, found, version)
 
@@ -113,6 +119,80 @@ class RemoteReward(RewardSpec):
 
     def tiny(self) -> Self:
         return replace(self, url=TINY)
+
+
+@dataclass(frozen=True)
+class RewardOnServer(RewardSpec):
+    """A reward that servers compute with the settings that it has here: what `device: http://...` makes of it."""
+
+    key: str  # of the setting that names the servers, for messages
+    spec: RewardSpec
+    urls: tuple[str, ...]
+    settings: str  # of the reward with its type, as JSON
+    runs_on: ClassVar[Literal["remote"]] = "remote"
+
+    def __post_init__(self) -> None:
+        self.remote()  # checks the addresses
+
+    @property
+    def card(self) -> RewardCard:
+        return replace(self.spec.card, memory="the server's")
+
+    @property
+    def batch_size(self) -> int:
+        return self.spec.batch_size
+
+    @property
+    def samples_per_call(self) -> int:
+        return self.remote().samples_per_call
+
+    @property
+    def modality(self) -> Modality:
+        return self.spec.modality
+
+    def remote(self) -> RemoteReward:
+        """The connection, with the token of the environment variable REWARD_TOKEN if there is one."""
+        token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else ""
+        return RemoteReward(self.urls, token_env, self.modality, batch_size=self.batch_size)
+
+    def load(self, placement: Placement) -> Reward:
+        return self.remote().connect(self._choose_reward)
+
+    def tiny(self) -> RewardSpec:
+        return self.spec.tiny()
+
+    def _choose_reward(self, url: str, info: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Name and description of the reward with the same settings at a server."""
+        rewards, expected = describe_rewards(info), _score_settings(json.loads(self.settings))
+        problem, kind = "", expected["type"]
+        for name, description in rewards.items():
+            found = _score_settings(description.get("reward"))
+            if found == expected:
+                return name, description
+            if isinstance(found, dict) and found.get("type") == kind:
+                problem = _describe_differences(found, expected)
+        if problem:
+            raise ConfigError(
+                f"{self.key}: the reward '{kind}' at {url} has other settings ({problem:.400}), and so other scores; "
+                "start the server with the settings of the recipe, or change the recipe [TM2055]"
+            )
+        raise ConfigError(
+            f"{self.key}: the server at {url} has the rewards {', '.join(rewards)!s:.200}, but not '{kind}'; start "
+            f"`tastemaker serve-reward {kind}` there, or name another address [TM2056]"
+        )
+
+
+def _score_settings(value: Any) -> Any:
+    """Settings without those that no score depends on."""
+    if isinstance(value, dict):
+        return {name: _score_settings(each) for name, each in value.items() if name != "batch_size"}
+    return [_score_settings(each) for each in value] if isinstance(value, list) else value
+
+
+def _describe_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """What differs between the settings of a server and those of a recipe."""
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return "; ".join(f"{name} is {found.get(name)!r} there and {expected.get(name)!r} here" for name in names)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ REWARD_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 MEANS, STDS = (3.6757, 1.1646, 2.8105), (2.2476, 1.3811, 2.5121)
 MIN_PIXELS, MAX_PIXELS = 100352, 200704
 MIN_FRAMES, MAX_FRAMES = 4, 768
+DEFAULT_FPS = 16.0
 LORA_ALPHA = 128
 HEAD = "rm_head."
 Rating = Literal["visual_quality", "motion_quality", "text_alignment"]
@@ -53,7 +54,7 @@ class VideoAlignReward(PretrainedReward):
     """
 
     ratings: tuple[Rating, ...] = RATINGS
-    fps: PositiveFloat = 16.0  # of the samples, where their metadata have no `fps`
+    fps: PositiveFloat | None = None  # of samples without metadata `fps`; by default the model's if known, else 16
     sampled_fps: PositiveFloat = 2.0  # of the frames that are read; the network was trained with 2
     weights: str = FILE.hub  # or a folder that holds the published file, or a file
     base: str = BASE  # folder or hub id with the config.json and the tokenizer of the base model
@@ -108,7 +109,7 @@ class VideoAlignScorer(Reward):
         """Normalized ratings in the order of RATINGS: [B, 3]."""
         template, requests = read_template("videoalign.detailed_special"), []
         for clip, prompt, entry in zip(pixels, prompts, metadata, strict=True):
-            fps = read_fps(entry.get("fps", self.spec.fps), prompt)
+            fps = read_fps(entry.get("fps", self.spec.fps or DEFAULT_FPS), prompt)
             frames = clip[sample_frames(len(clip), fps, self.spec.sampled_fps).to(clip.device)]
             requests.append(RewardRequest((frames,), self.rater.backbone.fill_template(template, prompt)))
         return self.rater.rate(requests, self.preprocessing).to(pixels.device)

@@ -22,6 +22,7 @@ from .client import RETRIED_STATUSES, AnswerTimeoutError, RewardClient, RewardSe
 from .judge_usage import UsageCount, UsageFiles
 
 _jitter = random.SystemRandom()
+MIN_SECRET_LENGTH = 8  # characters: shorter keys are placeholders, and may occur in the verdict of an answer
 MILLION = 1e6  # tokens that a price is for
 
 
@@ -101,6 +102,8 @@ class ChatClient(RewardClient):
     def _parse_response(self, status: int, body: bytes, retry_after: float) -> dict[str, Any]:
         try:
             response = json.loads(body)
+            if len(self.token) >= MIN_SECRET_LENGTH:  # messages quote answers
+                response = json.loads(self._mask(json.dumps(response, ensure_ascii=False), escaped=True))
         except (ValueError, RecursionError):
             response = None
         if status == 200 and isinstance(response, dict):
@@ -120,8 +123,13 @@ class ChatClient(RewardClient):
         """The sentence of an error, or the beginning of something else, without the key."""
         error = response.get("error") if isinstance(response, dict) else None
         message = error.get("message") if isinstance(error, dict) else error
-        text = str(message or response or body[:2000].decode("utf-8", "replace"))
-        return (text.replace(self.token, "***") if self.token else text)[:500]
+        text = str(message or response or body.decode("utf-8", "replace"))
+        return self._mask(text)[:500]
+
+    def _mask(self, text: str, escaped: bool = False) -> str:
+        """A text, or the JSON of one, in which the key is replaced by asterisks."""
+        token = json.dumps(self.token, ensure_ascii=False)[1:-1] if escaped else self.token
+        return text.replace(token, "***") if token else text
 
 
 class Endpoint:

@@ -88,9 +88,12 @@ class RewardClient:
         connection, bounded = self._connect(stop)
         try:
             connection.request("POST" if body else "GET", urlsplit(self.url).path.rstrip("/") + path, body, headers)
-            return self._read_response(connection.getresponse())
+            response = connection.getresponse()
+            if bounded.closed:  # http.client takes the end of a connection for the end of the headers
+                raise TemporaryError("the answer was cut off in its headers")
+            return self._read_response(response)
         except ssl.SSLError as error:
-            raise self._certificate_error(error) from error
+            raise self._tls_error(error) from error
         except TimeoutError as error:
             raise AnswerTimeoutError(
                 f"{self.url} did not answer completely within {self.timeout:g} seconds; raise 'timeout', or lower "
@@ -99,6 +102,9 @@ class RewardClient:
         except (OSError, http.client.IncompleteRead, http.client.RemoteDisconnected) as error:
             raise TemporaryError(f"{type(error).__name__}: {error}") from error
         except http.client.HTTPException as error:
+            line = str(error) if isinstance(error, http.client.BadStatusLine) else ""
+            if bounded.closed and line and "HTTP/".startswith(line[:5]):
+                raise TemporaryError(f"the answer was cut off in its first line, {line!r:.80}") from error
             raise RewardServiceError(
                 f"{self.url} does not speak HTTP ({type(error).__name__}: {error!s:.200}); check that 'url' is the "
                 "address of a reward server [TM1050]"
@@ -127,25 +133,31 @@ class RewardClient:
             except BaseException as error:
                 bounded.end()
                 if isinstance(error, ssl.SSLError):
-                    raise self._certificate_error(error) from error
+                    raise self._tls_error(error) from error
                 if isinstance(error, OSError):  # a deadline too
                     raise TemporaryError(f"{type(error).__name__}: {error}") from error
                 raise
         return connection, bounded
 
-    def _certificate_error(self, error: ssl.SSLError) -> RewardServiceError:
+    def _tls_error(self, error: ssl.SSLError) -> Exception:
+        """What a failure of TLS means: a connection that ended early, or a certificate that is not trusted."""
+        if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+            return TemporaryError(f"{type(error).__name__}: {error}")
         return RewardServiceError(
             f"the certificate of {self.url} is not trusted ({error}); check the certificate [TM729]"
         )
 
     def _read_response(self, response: http.client.HTTPResponse) -> dict[str, Any]:
         status, retry_after = response.status, parse_retry_after(response.getheader("Retry-After", ""))
+        ends_with_connection = response.length is None and not response.chunked
         # Bounded, because a declared length would be allocated before the first byte of it arrives.
         body = response.read(MAX_RESPONSE_BYTES)
         if response.length:  # the declared bytes that did not arrive
             if len(body) == MAX_RESPONSE_BYTES:
                 raise too_large(self.url)
             raise TemporaryError(f"the answer was cut off after {len(body)} bytes")
+        if status == 200 and ends_with_connection and is_cut_off(body):
+            raise TemporaryError(f"the answer ends within a JSON object, after {len(body)} bytes")
         return self._parse_response(status, body, retry_after)
 
     def _parse_response(self, status: int, body: bytes, retry_after: float) -> dict[str, Any]:
@@ -164,6 +176,17 @@ class RewardClient:
                 "a reward server [TM730]"
             )
         raise RewardServiceError(f"{self.url} refused ({status}): {text!s:.2000} [TM731]")
+
+
+def is_cut_off(body: bytes) -> bool:
+    """Whether a body without a declared length may be the beginning of a JSON object."""
+    try:
+        json.loads(body)
+    except RecursionError:
+        return False
+    except ValueError:
+        return body.lstrip()[:1] in (b"", b"{")
+    return False
 
 
 class BoundedReader(io.RawIOBase):
@@ -185,6 +208,7 @@ class BoundedSocket:
     def __init__(self, plain: socket.socket, deadline: float, stop: StopRequest, url: str) -> None:
         self._socket, self._deadline, self._stop, self._url = plain, deadline, stop, url
         self._start, self._received = time.monotonic(), 0
+        self.closed = False  # whether the server has closed the connection
         plain.settimeout(POLL_SECONDS)
 
     def encrypt(self, host: str) -> None:
@@ -196,7 +220,7 @@ class BoundedSocket:
 
     def receive(self, buffer: Any) -> int:
         count = self._repeat(lambda: self._socket.recv_into(buffer))
-        self._received += count
+        self._received, self.closed = self._received + count, not count
         if self._received > MAX_RESPONSE_BYTES:
             raise too_large(self._url)
         return count

@@ -19,15 +19,18 @@ from ..core.reward import RewardSpec, Rubric, WeightedReward
 from ..core.safe_files import parse_yaml
 from ..core.types import Metadata
 from ..data.image_io import read_image
+from ..playground.edits import KINDS
 from ..rewards.group import WinRateReward
 from ..training.precision import choose_placement
+from .library_scores import NAME, compare_with_library
 from .local_weights import with_local_weights
 from .reference_scores import ReferenceScore, load_reference_scores
 from .report import NEEDS_DOWNLOAD, Check, Settings
 
-COMPARED = ("published scores",)  # checks that must pass for `matched`
+COMPARED = ("published scores", NAME)  # checks of which one must pass for `matched`
 PROMPTS = ('a photo of a red dog and a sign that says "exit"', 'a photo of a blue dog and a sign that says "exit"')
 CAPTIONS = ("a photo of a red dog", "a photo of a blue dog")  # in the language of the playground
+REMOVALS = ("remove the cell phone", "remove the cell phone")
 MOVING = ("a photo of a dog moving left", "a photo of a car moving left")
 INNER = {"type": "brightness"}
 GROUP_SIZE = 2  # samples of each prompt
@@ -46,6 +49,13 @@ class RewardExample:
     together: str = ""  # why single samples cannot be scored
 
 
+# What data of type `playground_edits` say about the instruction "remove the cell phone".
+EDIT = {
+    "kind": KINDS.index("remove"), "kept_class": 9, "kept_color": 9, "kept_center": [43.0, 19.0], "old_class": 11,
+    "new_class": 11, "new_color": 8, "new_center": [35.0, 51.0], "box": [22.0, 38.0, 48.0, 64.0],
+}  # fmt: skip
+
+
 def mean_brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
     """A reward as a plain function, for the reward that calls one."""
     return images.mean((1, 2, 3))
@@ -59,6 +69,7 @@ EXAMPLES: dict[str, RewardExample] = {
     "function": RewardExample({"function": f"{__name__}:mean_brightness"}),
     "openai_judge": RewardExample(brings="an endpoint with a judge"),
     "playground_content": RewardExample({"reward": INNER}, MOVING),
+    "playground_edit": RewardExample(prompts=REMOVALS, metadata={"edit": EDIT}),
     "playground_judge": RewardExample(prompts=CAPTIONS),
     "playground_match": RewardExample(prompts=CAPTIONS),
     "playground_motion": RewardExample(prompts=MOVING),
@@ -77,6 +88,12 @@ EXAMPLES: dict[str, RewardExample] = {
 def list_rewards() -> list[str]:
     """The names of all rewards."""
     return list(REWARDS)
+
+
+def compared_checks(checks: Sequence[Check]) -> list[str]:
+    """The comparisons that were made, or the first one if there were none."""
+    made = {check.name for check in checks if check.verdict != "skip"}
+    return [name for name in COMPARED if name in made] or list(COMPARED[:1])
 
 
 def load_spec(name: str, settings: Settings) -> RewardSpec:
@@ -108,10 +125,12 @@ def samples(frames: int, side: int) -> Tensor:
 def all_metadata(pixels: Tensor) -> Metadata:
     """Every metadata key that some reward of this package requires, for a sample [F, 3, H, W]."""
     source = pixels.flip(-1)
+    mask = torch.zeros_like(source)
+    mask[..., : source.shape[-1] // 2] = 1  # a half, so that there is something outside of it too
     return {
         "image": source,
         "target": source,
-        "mask": torch.ones_like(source),
+        "mask": mask,
         "text": "exit",
         "tag": "single_object",
         "include": [{"class": "dog", "count": 1}],
@@ -126,7 +145,8 @@ def verify_reward(name: str, settings: Settings) -> Iterator[Check]:
     scored = WinRateReward(spec) if spec.compares_pairs else spec
     try:
         placement = choose_placement(settings.device, settings.precision)
-        rubric = Rubric({"reward": WeightedReward(scored, scored.load(placement))})
+        reward, precision = scored.load(placement), "tiny" if settings.tiny else settings.precision
+        rubric = Rubric({"reward": WeightedReward(scored, reward)})
         test = RewardTest(scored, rubric, EXAMPLES.get(kind, RewardExample()), placement.device)
         with torch.no_grad():
             scores = test.score(test.pixels)
@@ -136,6 +156,7 @@ def verify_reward(name: str, settings: Settings) -> Iterator[Check]:
             lambda: test.check_single_samples(scores),
             test.check_gradient,
             lambda: check_references(kind, rubric, settings, placement.device),
+            lambda: compare_with_library(kind, spec, reward, placement, precision),
         )
         for check in checks:
             result = check()

@@ -165,11 +165,11 @@ def _verify(task: Task, settings: Settings, entry: Entry) -> Entry:
             command = f"`tastemaker download {shlex.quote(part)}`"
             return replace(entry, reason=f"missing on this machine: {files}; run {command}")
     verify: Callable[[str, Settings], Iterator[Check]]
-    verify, compared = (
-        (models.verify_model, models.COMPARED) if task.kind == "model" else (rewards.verify_reward, rewards.COMPARED)
-    )
+    verify = models.verify_model if task.kind == "model" else rewards.verify_reward
     checks = tuple(verify(task.name, settings))
-    status, reason = combine_status(checks, compared)
+    status, reason = combine_status(
+        checks, models.COMPARED if task.kind == "model" else rewards.compared_checks(checks)
+    )
     return replace(entry, status=status, reason=reason, checks=checks, weights=tuple(map(str, sources)))
 
 

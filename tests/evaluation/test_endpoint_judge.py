@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -178,8 +179,9 @@ def test_probabilities_are_sums_over_the_spellings_of_an_answer() -> None:
     tokens = (("Yes", 0.25), ("\u0120yes", 0.125), ("\u2581No", 0.25), ("YES!", 0.1), ("Yes ", 0.1))
     answer = JudgeAnswer("Yes", "length", tuple((token, math.log(p)) for token, p in tokens))
     assert sum_logprobs(answer, (YES, NO)) == pytest.approx((0.375, 0.25))
-    with pytest.raises(RewardError, match="TM2306"):
-        sum_logprobs(JudgeAnswer("Yes"), (YES,))
+    for likely in (None, (("Yes", math.nan),), (("Yes", 1.5),)):
+        with pytest.raises(RewardError, match="TM2306"):
+            sum_logprobs(JudgeAnswer("Yes", "length", likely), (YES,))
     assert match_word("**Two** dogs", (TWO, YES)) == (1, 0) and match_word(" 2.", (TWO,)) == (1,)
     assert match_word("", (YES, NO)) == (0, 0) and match_word("Yesterday", (YES,)) == (0,)
 
@@ -192,6 +194,8 @@ def test_unigenbench_is_asked_and_read_as_published(tmp_path: Path) -> None:
     assert "\u300c\nAttribute - Color: Assessment of different colors\nAttribute - Quantity: Focuses" in text
     assert "Description:\u300c\nAttribute - Color: The cups are red\nAttribute - Quantity: There are" in text
     assert "{" not in text and len(read_unigenbench_texts()["explanations"]) == 27
+    explanations = json.dumps(read_unigenbench_texts()["explanations"], sort_keys=True)
+    assert hashlib.sha256(explanations.encode()).hexdigest().startswith("c769a7fdb91440e3")  # of the published ones
     answer = "<analysis>['a', \"b\"]</analysis> <score>\n[1, 0]</score>"
     assert parse_testpoint_scores(answer, 2) == [1, 0]
     broken = ["", "[1, 0]", answer.replace("1,", "2,"), answer.replace("1,", "True,"), answer.replace("[1, 0]", "[1]")]

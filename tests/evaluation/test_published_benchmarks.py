@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmark_samples import write_benchmark
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from tastemaker.evaluation.video_quality import (
     quality_interval,
 )
 from tastemaker.playground import signs
+from tastemaker.rewards.musiq import MusiqNet, MusiqReward, MusiqScorer
 from tastemaker.rewards.ocr import OcrEngine
 from tastemaker.search.base import SearchCost
 from tastemaker.vlm.blip_vqa import load_blip_vqa
@@ -286,6 +288,19 @@ def test_video_quality_tells_still_moving_and_flickering_clips_apart(tmp_path: P
     assert partial["imaging_quality"] is None and partial["temporal_flickering"] is not None
     with pytest.raises(ConfigError, match="TM2172"):
         scorer.score(moving[None, :2], [""], [everything])
+
+
+def test_imaging_quality_is_musiq_with_a_file_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = load_video_quality_scorer("", "copies/musiq_spaq_ckpt-358bb6af.pth", Placement(), tiny=True)
+    clip = torch.rand(3, 3, 20, 600, generator=torch.Generator().manual_seed(0))
+    (row,) = scorer.score(clip[None], [""], [{"dimensions": ["imaging_quality"]}])
+    small = F.interpolate(clip, (17, 512), mode="bilinear", antialias=False)
+    expected = MusiqReward("tiny").load(Placement()).score(small[:, None], [""] * 3, [{}] * 3).mean() / 100
+    assert row["imaging_quality"] == pytest.approx(float(expected), rel=1e-4)
+    ava = MusiqScorer(MusiqNet(10, width=32, mlp_width=48, depth=1, heads=2))
+    monkeypatch.setattr(MusiqReward, "load", lambda self, placement: ava)
+    with pytest.raises(ConfigError, match="TM2061"):
+        load_video_quality_scorer("", "musiq_ava_ckpt-e8d3f067.pth", Placement(), tiny=True)
 
 
 def test_quality_is_the_weighted_mean_of_normalized_dimensions() -> None:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tastemaker.core.registry import ConfigError
+from tastemaker.evaluation.endpoint_judge import match_word
+from tastemaker.evaluation.question_scorers import parse_testpoint_scores, parse_wise_score
 from tastemaker.rewards.judge_answers import (
     AnswerError,
+    AnswerFormat,
     AxisScores,
+    DigitExpectation,
     JsonScores,
+    JsonWinner,
     JudgeAnswer,
     NumberAnswer,
     PairScores,
+    PairShares,
     SentenceWinner,
+    TaggedWinner,
+    YesNoProbability,
+    YesNoText,
 )
 from tastemaker.rewards.judge_templates import fill_placeholders, load_template, published_templates, read_texts
 
@@ -88,6 +100,10 @@ def test_strange_bodies_are_empty_answers() -> None:
             AxisScores(("style",)).parse(JudgeAnswer.from_response(body))
 
 
+SCORES_ON_OTHER_SCALES = (": 3.8/10", ": 4 out of 10", " (1-10): 3", " (0-1): 1", ": 1-5", ": 3 to 4")
+SHARES_UNLIKE_1 = ((0.9, 0.8), (0.1, 0.2), (0, 0), (1, 1))
+
+
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
@@ -101,16 +117,180 @@ def test_strange_bodies_are_empty_answers() -> None:
         (JsonScores(("a", "b")), '{"reasoning": "12 and 13'),
         (load_template("unifiedreward_pair").questions[0].answer, "Alignment Score:\n Image 1: 0\n Image 2: 0\n"),
         (load_template("rationalrewards").questions[0].answer, "1. Text Faithfulness:\n## Score: 3\n# Summary:"),
+        (load_template("rationalrewards").questions[0].answer, "# Detailed Judgement\nNone.\n# Summary:"),
         (load_template("unifiedreward_think_pair").questions[0].answer, "<answer>Image 3 is better</answer>"),
         (load_template("unifiedreward_flex_pair").questions[0].answer, '{"winner": "both"}'),
         (load_template("yes_no_text").questions[0].answer, "Yesterday"),
         *((SentenceWinner(), text) for text in ("", "Edited image 1 is better, or edited image 2 is better", "3")),
         *((PairScores(), text) for text in ("3.5", "Edited Image 1: 3.5, Image 2: 4.5 of 5", "image 1: v2.5 and 3")),
+        *((PairScores(), text) for text in ("Image 2: 3, 4", "Image 1: 3, image 1: 4", "3 and 4, so image 2 wins")),
+        *((AxisScores(("style",)), f"Style Score{text}") for text in SCORES_ON_OTHER_SCALES),
+        *(
+            (NumberAnswer(), f"Final Score: {text}")
+            for text in ("3.8/10", "4 out of 10", "1-5", "1 to 5", "3%", "3..5")
+        ),
+        *((PairShares(("style",)), f"Style Score:\nImage 1: {x}\nImage 2: {y}") for x, y in SHARES_UNLIKE_1),
+        (PairShares(("style",)), "Style Score (0-10):\nImage 1: 0.4\nImage 2: 0.6"),
+        *((TaggedWinner(), f"<answer>Image 1 {text}</answer>") for text in ("is not better", "and Image 2", "2")),
+        (JsonWinner(), '{"categories": [{"cat_winner": "Image 1"}]}'),
     ],
 )
 def test_defective_answer_is_refused(answer: Any, text: str) -> None:
     with pytest.raises(AnswerError):
         answer.parse(JudgeAnswer(text))
+
+
+ADVERSARIAL_SIZE = 100_000  # characters
+REPEATED = [
+    " ", "\n", "*", "1", "1,", "1.", "=1", "{", "[", "<think>", "</think>", "<answer>", "<score>", "both ", "edited ",
+    "Edited image 1 is ", "Total score: Image 1: =1 ", "1. Text Faithfulness\n", "# Detailed Judgement\n",
+    "alignment score:\n", '"score": [1, ',
+]  # fmt: skip
+BEGUN = [
+    ('{"a": "b "c"", "score": [', "1"), ('{"a": "b "c"", "score": [', "1 "), ('"score": [1', " "),
+    ("Final Score:", " "), ("Final Score: ", "1"), ("Final Score: 1", ".1"), ("Style Score", " "),
+    ("Style Score (1-5): 3", " "), ("Alignment Score:\n Image 1: 0.4", " \n"), ("Edited image", " "),
+    ("# Detailed Judgement", "\n"), ("# Detailed Judgement\n1. Text Faithfulness", " "),
+    ("# Detailed Judgement\n1. Text Faithfulness\n## Score: a", " "), ("<answer>Image 1", " "),
+]  # fmt: skip
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise TimeoutError("parsing takes much longer than in proportion to the answer's length")
+
+
+def test_parsing_time_is_proportional_to_the_length() -> None:
+    """No pattern backtracks: its quadratic time would be minutes here, and an exponential one stops a run for good."""
+    texts = [part * (ADVERSARIAL_SIZE // len(part)) + "x" for part in REPEATED]
+    texts += [beginning + part * (ADVERSARIAL_SIZE // len(part)) + "x\n# Summary:" for beginning, part in BEGUN]
+    questions = [question for template in published_templates().values() for question in template.questions]
+    formats = {type(question.answer): question.answer for question in questions}
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(60)
+    try:
+        for text in texts:
+            for answer in formats.values():
+                with suppress(AnswerError):
+                    answer.parse(JudgeAnswer(text))
+            parse_wise_score(text)
+            parse_testpoint_scores(text, 2)
+            match_word(text, (("Yes",),))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "score"),
+    [
+        (AxisScores(("style",)), "- Style Score (1-5): 3.0 / 5", 0.5),
+        (AxisScores(("style",)), "**Style Score** (1 to 5): **3 out of 5**", 0.5),
+        (AxisScores(("style", "physics")), "Style Score: 2\r\nPhysics Score: 4\r\n", 0.5),
+        (NumberAnswer(), "Final Score: 1\n\nFinal Score: **2 / 5**. It is - all in all - poor.", 0.25),
+        (NumberAnswer(), "Final Score: 3 - a fair image", 0.5),
+        (NumberAnswer(r"(\d+) points", 0, 100), "40 points/100", 0.4),
+        (PairShares(("style",)), "- Style Score (0-1):\n  - Image 1: 0.25\n  - Image 2: 0.75", 0.25),
+        (PairShares(("style",)), "Style Score:\r\n Image 1: 0.26\r\n Image 2: 0.78\r\n", 0.25),
+        (TaggedWinner(), "<answer>**Image 2 is better**</answer>", 0),
+        (TaggedWinner(), "<answer>\nimage 1\n</answer>", 1),
+        (PairScores(), "Edited Image 2: 4.5, Edited Image 1: 3.0", 0),
+        (PairScores(), "Image 1: \N{MINUS SIGN}1.25, image 2: -1.5", 1),
+        (PairScores(), "Image 2 wins: 3 for image 1, 4 for the edited image 2.", 0),
+        (PairScores(), "Image 2 and image 1 get 4.5 and 3.", 0),
+        (PairScores(), "Image 1: 2, image 2: 1. Image 1 is better than image 2.", 1),
+    ],
+)
+def test_other_spellings_are_read(answer: AnswerFormat, text: str, score: float) -> None:
+    assert answer.parse(JudgeAnswer(text)).score == pytest.approx(score)
+
+
+def test_missing_winner_of_a_category_does_not_hide_the_winner() -> None:
+    text = '{"categories": [{"cat_winner": "image 2"}, {"cat_winner": "Both"}, {}], "winner": "Image 1"}'
+    parsed = JsonWinner().parse(JudgeAnswer(text))
+    assert parsed.score == 1 and parsed.repaired and parsed.parts["category_winners"] == [2, None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("<think>yes</think>No", 0),
+        ("so yes it is\n</think>\nNo", 0),  # the chat template holds the first tag
+        ("<think>a <think>b</think> yes </think>\r\nno", 0),
+        ("No <think>yes", 0),
+        ("<think>yes</think>No <think>but yes", 0),
+        ("<think>Yes", None),
+        ("Yes, because</think>", None),
+        ("</think><think>Yes", None),
+    ],
+)
+def test_thinking_is_no_verdict(text: str, verdict: float | None) -> None:
+    answer = JudgeAnswer(text)
+    if verdict is None:
+        with pytest.raises(AnswerError):
+            YesNoText().parse(answer)
+    else:
+        assert YesNoText().parse(answer).score == verdict
+
+
+def test_unclosed_thinking_holds_no_answer() -> None:
+    with pytest.raises(AnswerError):
+        TaggedWinner().parse(JudgeAnswer("<think>I could write <answer>Image 1 is better</answer>, but"))
+
+
+def test_numbers_that_may_be_cut_off_are_refused() -> None:
+    cases: list[tuple[AnswerFormat, str]] = [
+        (AxisScores(("style",)), "Style Score (1-5): 3"),
+        (AxisScores(("style",)), "Style Score (1-5): 3."),
+        (PairShares(("style",)), "Style Score:\nImage 1: 0.4\nImage 2: 0.6"),
+        (PairScores(), "Image 1: 3, image 2: -1"),
+        (NumberAnswer(), "Final Score: 4"),
+    ]
+    for answer, text in cases:
+        assert answer.parse(JudgeAnswer(text, "stop")).score >= 0
+        with pytest.raises(AnswerError, match="max_tokens"):
+            answer.parse(JudgeAnswer(text, "length"))
+        if not text.endswith("."):
+            assert answer.parse(JudgeAnswer(f"{text}\nThe", "length" if answer != PairScores() else "stop")).score >= 0
+    yes = (("Yes", -0.1), ("No", -2.4))
+    assert YesNoProbability().parse(JudgeAnswer("1.", "length", yes)).score > 0.8  # one token is always cut off
+
+
+def test_vqascore_is_the_probability_of_one_token() -> None:
+    """P("Yes") under the full softmax; against no, all spellings count."""
+    tokens = tuple((token, math.log(p)) for token, p in (("Yes", 0.4), ("yes", 0.2), (" Yes", 0.1), ("No", 0.1)))
+    exact, relative = (load_template(name).questions[0].answer for name in ("vqascore", "yes_no"))
+    assert exact.parse(JudgeAnswer("Yes", "length", tokens)).score == pytest.approx(0.4)
+    assert relative.parse(JudgeAnswer("Yes", "length", tokens)).score == pytest.approx(0.7 / 0.8)
+    with pytest.raises(AnswerError):  # of an endpoint whose tokens are spelled in another way
+        exact.parse(JudgeAnswer("Yes", "length", tokens[1:3]))
+
+
+def logprob_body(top_logprobs: Any) -> dict[str, Any]:
+    position = {"token": "Yes", "logprob": 0.0, "top_logprobs": top_logprobs}
+    return {"choices": [{"message": {"content": "Yes"}, "logprobs": {"content": [position]}}]}
+
+
+def test_answers_without_a_list_of_likely_tokens_are_not_certain() -> None:
+    missing = logprob_body(None)
+    del missing["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    no = {"token": "No", "logprob": -2.0}
+    for body in (
+        missing,
+        *map(
+            logprob_body, (None, [], {}, 5, [no, {"token": "Yes"}], [no, None], [no, {"token": "Yes", "logprob": "0"}])
+        ),
+    ):
+        with pytest.raises(AnswerError) as caught:
+            YesNoProbability().parse(JudgeAnswer.from_response(body))
+        assert caught.value.kind == "no logprobs"
+    for wrong in (math.nan, math.inf, -math.inf, 0.5, 10**400, -(10**400)):
+        for answer in (YesNoProbability(), YesNoProbability(full_softmax=True), DigitExpectation()):
+            body = logprob_body([no, {"token": "3", "logprob": -1.0}, {"token": "Yes", "logprob": wrong}])
+            with pytest.raises(AnswerError) as caught:
+                answer.parse(JudgeAnswer.from_response(json.loads(json.dumps(body))))
+            assert caught.value.kind == "range"
+    certain = logprob_body([{"token": "Yes", "logprob": 1e-7}, {"token": "No", "logprob": -9999.0}])
+    assert YesNoProbability().parse(JudgeAnswer.from_response(certain)).score == 1
 
 
 def test_published_texts_are_unchanged_and_filled_literally() -> None:

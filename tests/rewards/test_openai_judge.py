@@ -279,6 +279,26 @@ def test_pairs_of_edits_show_their_source_and_checklists_ask_each_question(
     assert found.item() == pytest.approx((2 * 0.8 - 0.4) / 2, abs=1e-5) and len(stub.requests) == 14
 
 
+def repeat_key(key: str) -> str:
+    """The body of an answer without a score that repeats a key."""
+    return completion(f"Your key is {key}.").body.decode()
+
+
+def test_missing_columns_are_named(stub: JudgeStub, url: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("text: 'Rate {promt} in {Style_2}.'\nanswer: {type: yes_no_text}\n")
+    entries = [{"Style_2": "oil", "level": 3, "image": torch.rand(1, 3, 8, 8)}]
+    with pytest.raises(RewardError, match=r"\{promt\}.*Style_2, instruction, level, prompt;.*TM2060"):
+        score(judge(url, template=str(path)), PIXELS[:1], ["x"], entries)
+    with pytest.raises(RewardError, match=r"\{requirement\}.*TM2060"):
+        score(judge(url, template="edit_digits"), PIXELS[:1], ["x"], entries)
+    assert not stub.requests
+    path.write_text("text: 'Rate {prompt} in {Style_2}, as {\"a\": 1}.'\nanswer: {type: yes_no_text}\n")
+    stub.fault = lambda n, request: completion("yes")
+    assert score(judge(url, template=str(path)), PIXELS[:1], ["red"], entries).item() == 1
+    assert stub.requests[0]["messages"][0]["content"][-1]["text"] == 'Rate red in oil, as {"a": 1}.'
+
+
 def test_key_is_sent_and_never_shown(
     stub: JudgeStub, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,7 +316,17 @@ def test_key_is_sent_and_never_shown(
         while problem:
             texts.append(f"{problem!r} {problem}")
             problem = problem.__cause__ or problem.__context__
+    for judged, code in ((replace(spec, parse_retries=30), "TM2030"), (replace(spec, parse_retries=0), "TM2031")):
+        for body in (repeat_key(KEY), repeat_key(KEY).replace(KEY[:2], "".join(f"\\u{ord(c):04x}" for c in KEY[:2]))):
+            stub.fault = lambda n, request, body=body: Reply(body.encode())
+            pixels = torch.rand(1, 1, 3, 4, 4)
+            with pytest.raises(RewardError, match=rf"\*\*\*.*{code}") as caught:
+                score(judged, pixels, ["x"])
+            texts.append(str(caught.value))
     assert KEY not in "".join([*texts, caplog.text]) and any("***" in text for text in texts)
+    monkeypatch.setenv("JUDGE_KEY", "1")  # a placeholder, which may occur in a verdict
+    stub.fault = lambda n, request: point_answer([0.25])
+    assert torch.allclose(score(spec), torch.tensor(0.25))
     for wrong, code in ((KEY, "TM2022"), ("sk_looks_like_a_name", "TM2025")):
         with pytest.raises(ValueError, match=code) as refused:
             judge(url, api_key_env=wrong).load(Placement())

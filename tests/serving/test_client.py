@@ -15,10 +15,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tastemaker.core.interruption import Interrupted, handle_signals
+from tastemaker.core.interruption import Interrupted, current_stop, handle_signals
 from tastemaker.core.reward import RewardError
 from tastemaker.serving import client as module
-from tastemaker.serving.client import RewardClient, parse_retry_after
+from tastemaker.serving.chat_client import ChatClient
+from tastemaker.serving.client import RewardClient, TemporaryError, parse_retry_after
 from tastemaker.serving.replicas import ReplicaClient
 
 Answer = Callable[[socket.socket], None]
@@ -103,6 +104,37 @@ def test_temporary_errors_are_retried_without_a_random_stream() -> None:
     with serve(*failures, lambda connection: None, reply(200, b'{"sc', length=100), OK) as (url, times):
         assert RewardClient(url, retry_delay=0.01).request("/score") == {"scores": [1]}
     assert len(times) == 9 and torch.rand(1) == expected and random.getstate() == states
+
+
+def cut(answer: bytes, position: int) -> Answer:
+    return lambda connection: connection.sendall(answer[:position])
+
+
+CUT_ANSWERS = [
+    cut(answer, position)
+    for answer, positions in {
+        b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"scores": [1]}': (1, 4, 6, 9, 11, 12, 14, 16, 17, 34, 36, 45),
+        b'HTTP/1.0 200 OK\r\nServer: x\r\n\r\n{"scores": [1]}': (22, 28, 30, 31, 38),
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nf\r\n{"scores": [1]}\r\n0\r\n\r\n': (47, 48, 50, 60),
+    }.items()
+    for position in positions
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("client_class", [RewardClient, ChatClient])
+def test_answers_that_are_cut_off_anywhere_are_temporary_errors(client_class: type[RewardClient]) -> None:
+    with serve(*CUT_ANSWERS, OK) as (url, times):
+        client = client_class(url)
+        for _ in CUT_ANSWERS:
+            with pytest.raises(TemporaryError):
+                client.request_once("/score", "", b"", current_stop())
+        assert client.request_once("/score", "", b"", current_stop()) == {"scores": [1]}
+        assert len(times) == len(CUT_ANSWERS) + 1
+
+
+def test_connection_that_ends_within_the_tls_handshake_is_a_temporary_error() -> None:
+    with serve(lambda connection: None) as (url, _), pytest.raises(TemporaryError):
+        RewardClient(url.replace("http:", "https:")).request_once("/score", "", b"", current_stop())
 
 
 def test_refusals_are_final_and_repeat_the_text_of_the_server() -> None:

@@ -119,6 +119,22 @@ def answer_in_part(connection: socket.socket) -> None:
     connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"scores": [0.1, ')
 
 
+def cut_status_line(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 2")
+
+
+def cut_after_status(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 O")
+
+
+def cut_header(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Le")
+
+
+def cut_body_of_unknown_length(connection: socket.socket) -> None:
+    connection.sendall(b'HTTP/1.0 200 OK\r\n\r\n{"scores": [0.1, ')
+
+
 def fail(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 500 X\r\nContent-Length: 2\r\n\r\n{}")
 
@@ -164,7 +180,10 @@ def break_server(url: str, answer: Callable[[socket.socket], None]) -> Iterator[
         server.close()
 
 
-@pytest.mark.parametrize("answer", [hang_up, answer_in_part, fail, answer_late])
+CUT_OFF = [cut_status_line, cut_after_status, cut_header, cut_body_of_unknown_length]
+
+
+@pytest.mark.parametrize("answer", [hang_up, answer_in_part, *CUT_OFF, fail, answer_late])
 def test_another_replica_takes_over(answer: Callable[[socket.socket], None]) -> None:
     with serve_on_free_port(ColorReward()) as good, break_server(good, answer) as (bad, requests):
         remote = RemoteReward((bad, good), batch_size=1, retry_delay=0.01, timeout=0.5, max_retries=20)

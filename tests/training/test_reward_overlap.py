@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 import toys
+from reward_server import serve_on_free_port
 from torch import Tensor
 
 from tastemaker.config.build import build, build_rubric
@@ -23,7 +24,12 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import Reward, RewardCard, RewardError, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Condition, Metadata, Placement, Prompts, Trajectory
+from tastemaker.core.weights import FullWeights
+from tastemaker.models.llamagen.model import LlamagenSpec
+from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
+from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.rewards.color import ColorReward
+from tastemaker.rewards.target_image import MseReward
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
 
@@ -108,6 +114,43 @@ def test_a_batch_is_scored_while_the_next_one_is_sampled() -> None:
     assert scores.total.equal(expected.total) and scores.rewards["host"].equal(expected.rewards["host"])
 
 
+@dataclass(frozen=True)
+class CountingDecoder(Policy[Any]):
+    """A policy that counts what it decodes: once per rollout batch of teacher-forced samples."""
+
+    counter: BatchCounter = field(default_factory=BatchCounter)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        self.counter.count_sample()
+        return super().decode(x, frames)
+
+
+@pytest.mark.parametrize("latent_weight", [0.0, 2.0])
+def test_teacher_forced_samples_are_scored_while_the_next_ones_are_sampled(latent_weight: float) -> None:
+    """Each reward waits until the next batch is sampled, and the experience equals that of serial scoring."""
+    model = LlamagenSpec(num_classes=10, class_names=tuple("abcdefghij")).tiny().load(Placement())
+    batch = replace(toys.image_batch(6, 1, 0, side=32), prompts=tuple("abcdef"))
+    objective = TeacherForcedGRPO(group_size=2, latent_reward_weight=latent_weight)
+    experiences = {}
+    for overlap in (True, False):
+        counter = BatchCounter()
+
+        def check(batch: int, counter: BatchCounter = counter, overlap: bool = overlap) -> None:
+            assert counter.wait_for_samples(min(batch + 2, 3)) if overlap else counter.sampled == batch + 1
+
+        spec = HostReward(check, counter)
+        policy = CountingDecoder(model, AutoregressiveProcess(), FullWeights(model.net), counter=counter)
+        rubric = Rubric({"host": WeightedReward(spec, spec), "mse": WeightedReward(MseReward(), MseReward())})
+        settings = {"rubric": rubric, "rollout_batch_size": 4, "overlap_rewards": overlap}
+        experiences[overlap] = objective.collect(replace(toys.context(policy, 6), **settings), batch)
+        assert counter.scored == [4] * 3 and counter.sampled == 3
+    overlapped, serial = experiences[True], experiences[False]
+    for name in ("samples", "log_prob", "reward", "advantage"):
+        assert getattr(overlapped, name).equal(getattr(serial, name)), name
+    assert serial.rewards.keys() == {"host", "mse", *(["latent"] if latent_weight else [])}
+    assert all(overlapped.rewards[name].equal(reward) for name, reward in serial.rewards.items())
+
+
 def test_the_sampler_waits_for_a_slow_reward() -> None:
     """Pixels of at most two batches wait for their scores, so that host memory is bounded."""
     counter = BatchCounter()
@@ -149,11 +192,13 @@ def test_overlapped_and_placed_rewards_train_the_same_weights(tmp_path: Path) ->
         "always": ["engine.overlap_rewards=always"],
         "device": ["rewards.color.device=cpu"],  # a stand-in for a second GPU
     }
-    for name, settings in variants.items():
-        weights, timings = train_weights(tmp_path / name, *settings)
-        assert "time/reward_wait" in timings
-        different = [key for key, value in expected.items() if not weights[key].equal(value)]
-        assert not different, (name, different)
+    with serve_on_free_port(ColorReward()) as first, serve_on_free_port(ColorReward()) as second:
+        variants["servers"] = [f"rewards.color.device=[{first}, {second}]"]
+        for name, settings in variants.items():
+            weights, timings = train_weights(tmp_path / name, *settings)
+            assert "time/reward_wait" in timings
+            different = [key for key, value in expected.items() if not weights[key].equal(value)]
+            assert not different, (name, different)
 
 
 def test_rewards_with_a_device_run_in_threads_unless_their_gradient_is_needed() -> None:

@@ -189,10 +189,17 @@ def test_samples_of_other_families_match(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["clip_i", "detection", "geneval", "ocr_gradient", "playground_motion", "vlm_pair"])
+@pytest.mark.parametrize("name", ["detection", "geneval", "ocr_gradient", "playground_motion", "vlm_pair"])
 def test_rewards_get_what_they_need(name: str) -> None:
     entry = verify_task(Task("reward", name), TINY)
     assert entry.status == "runs", entry.reason
+
+
+@pytest.mark.parametrize("name", ["source_similarity", "playground_edit"])
+def test_rewards_of_edits_get_a_source_and_a_mask(name: str) -> None:
+    entry = verify_task(Task("reward", name), TINY)
+    assert entry.status == "runs", entry.reason
+    assert checks_of(entry)["gradient"] in ("pass", "skip")
 
 
 @pytest.mark.long

@@ -1,0 +1,33 @@
+"""The frame rate of a model reaches `video_align`, also inside other rewards."""
+
+from __future__ import annotations
+
+import pytest
+
+from tastemaker.config.frame_rates import FRAME_RATES, share_frame_rate
+from tastemaker.config.load import load
+from tastemaker.config.registries import MODELS
+
+REWARDS = [
+    "rewards.a={type: video_align}",
+    "rewards.b={type: video_align, fps: 5}",
+    "rewards.c={type: sum, rewards: [{type: clipped, reward: {type: video_align}, min: 0}]}",
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "rate"),
+    [
+        ("{type: ltx}", 25.0),
+        ("{type: ltx, fps: 30.0}", 30.0),
+        ("{type: cogvideox}", 8.0),
+        ("{type: wan}", 16.0),
+        ("{type: wan_i2v, weights: Wan-AI/Wan2.2-TI2V-5B-Diffusers}", 24.0),
+        ("{type: toy_flow}", None),
+    ],
+)
+def test_rewards_get_the_rate_of_the_model(model: str, rate: float | None) -> None:
+    rewards = share_frame_rate(load("grpo-toy-flow", [*REWARDS, f"model={model}"])).rewards
+    assert rewards["a"].spec.fps == rate and rewards["b"].spec.fps == 5
+    assert rewards["c"].spec.rewards[0].reward.fps == rate
+    assert set(FRAME_RATES) <= set(MODELS)
