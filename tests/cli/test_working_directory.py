@@ -52,9 +52,33 @@ def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.
 def test_no_file_in_the_working_directory_is_executed(hostile_directory: Path) -> None:
     """By the installed script, which starts like this with its own folder first on the path, and by `python -m`."""
     check = ["check", "grpo-toy-flow", "engine.device=cpu"]  # imports torch
-    for entry, command in ((["-m", "tastemaker"], check), (["-c", SCRIPT], ["list", "models"])):
+    starts = (["-m", "tastemaker"], check), (["-umtastemaker"], ["--help"]), (["-c", SCRIPT], ["list", "models"])
+    for entry, command in starts:
         done = run_python(hostile_directory, *entry, *command)
         assert done.returncode == 0 and "EXECUTED" not in done.stderr, (entry, command, done.stderr)
+
+
+def test_safe_path_keeps_even_modules_that_python_starts_with_out(hostile_directory: Path) -> None:
+    for name in IMPORTED_BY_RUNPY:
+        (hostile_directory / f"{name}.py").write_text("import os\nos._exit(99)\n")
+    safe = {"PYTHONSAFEPATH": "1"}
+    for options, environment in ((["-P", "-m", "tastemaker"], {}), (["-m", "tastemaker"], safe)):
+        done = run_python(hostile_directory, *options, "--version", **environment)
+        assert done.returncode == 0 and done.stdout.startswith("tastemaker"), (options, done.stderr)
+
+
+def test_started_processes_keep_the_working_directory_out() -> None:
+    """Each command line of the package's own begins with the interpreter and -P, or -I."""
+    commands, wrong = 0, []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "sys.executable" in text else ():
+            if isinstance(node, (ast.List, ast.Tuple)) and "sys.executable" in map(ast.unparse, node.elts):
+                first = [ast.unparse(part) for part in node.elts[:2]]
+                commands += 1
+                if first not in (["sys.executable", "'-P'"], ["sys.executable", "'-I'"]):
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not wrong and commands >= 8
 
 
 @pytest.mark.slow
