@@ -6,13 +6,15 @@ read halfway would put a sample on another scale than the others of its group.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from ..core.errors import ConfigError
+from ..core.safe_files import parse_json
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -256,8 +258,8 @@ def read_json_object(text: str) -> dict[str, Any]:
     if start < 0 or end < start:
         raise AnswerError("not json", "expected a JSON object")
     try:
-        value = json.loads(text[start : end + 1])
-    except (ValueError, RecursionError):
+        value = parse_json(text[start : end + 1], "answer")
+    except ConfigError:
         value = None
     if not isinstance(value, dict):
         raise AnswerError("not json", "the JSON object cannot be read")

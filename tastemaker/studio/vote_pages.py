@@ -6,7 +6,6 @@ order, and neither names nor paths are sent.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ from starlette.routing import Route
 from ..config.recipes import list_trainable_recipes
 from ..core.errors import ConfigError
 from ..core.registry import USER_CODE_VARIABLE, subprocess_path
+from ..core.safe_files import parse_json
 from ..preferences.session_results import describe_progress, summarize_session
 from ..preferences.sessions import (
     KINDS,
@@ -115,7 +115,7 @@ def bad_form(what: str) -> ConfigError:
 
 def parse_object(body: bytes) -> Json:
     try:
-        data = json.loads(body)
+        data = parse_json(body.decode(), "request")
     except ValueError:
         data = None
     if not isinstance(data, dict):
