@@ -335,9 +335,9 @@ def order_actively(session: Session) -> Sequence[tuple[int, ...]]:
 def load_session(folder: Path) -> Session:
     """Read a session; its samples are empty if they are not complete."""
     path = folder / SESSION_FILE
+    if not path.is_file():
+        raise ConfigError(f"{folder}: there is no voting session; create one with `tastemaker vote create` [TM1406]")
     try:
-        if not path.is_file():
-            raise FileNotFoundError(path)
         data = read_json(path)
         sources = tuple(parse_saved_source(each) for each in data["sources"])
         names = {name: data[name] for name in ("name", "kind", "blind", "target", "created")} | {
@@ -348,10 +348,6 @@ def load_session(folder: Path) -> Session:
         return Session(
             folder, sources=sources, prompts=(*data["prompts"],), seeds=(*data["seeds"],), samples=samples, **names
         )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{folder}: there is no voting session; create one with `tastemaker vote create` [TM1406]"
-        ) from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: not a voting session ({error!s:.200}); create it again [TM1407]") from error
 
