@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,19 @@ def test_quick_attacks_break_no_promise(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     assert "| **all** |" in table.read_text() and "Lost:" not in table.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_all_attacks_break_no_promise_within_15_minutes(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    command = [sys.executable, str(SCRIPT), "--out", str(table)]
+    process = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    measured = re.search(r"(\d+) attacks in ([\d.]+) minutes", table.read_text())
+    assert measured is not None and int(measured[1]) >= 36 and float(measured[2]) < 15, table.read_text()
 
 
 def test_a_broken_promise_is_counted_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
