@@ -185,6 +185,11 @@ class Lab:
         """Return the number of tries of a complete run or of a quick one."""
         return quick if self.quick else full
 
+    def skip(self, reason: str) -> None:
+        """Say in the table that the rest of an attack cannot be carried out on this machine."""
+        self.notes.append(f"rest skipped: {reason}")
+        self.report(f"    skipped the rest: {reason}")
+
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """Count one try, which is lost if a promise breaks within; processes that it started are ended."""
