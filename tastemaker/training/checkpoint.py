@@ -174,10 +174,10 @@ def write(staged: StagedCheckpoint, comm: Comm) -> Path:
     _raise_on_all_ranks(comm, _create_directories(partial, staged.files) if comm.rank == 0 else None, partial)
     checksums, error = _write_files(partial, staged.files)
     _raise_on_all_ranks(comm, error, partial)
-    all_checksums = dict(comm.gather_objects(list(checksums.items())))
+    files, problem = dict(comm.gather_objects(list(checksums.items()))), None
     if comm.rank == 0:
-        error = _publish_and_prune(partial, target, staged.state, all_checksums, staged.keep_last, best=staged.best)
-    _raise_on_all_ranks(comm, error, partial)
+        problem = _publish_and_prune(partial, target, staged.state, files, staged.keep_last, best=staged.best)
+    _raise_on_all_ranks(comm, problem, partial)
     return target
 
 
