@@ -162,13 +162,17 @@ def check_round_trip(
                 local = [distributed.local_shard(x) for x in (found, expected)]
                 assert local[0].dtype == local[1].dtype and bits(local[0]) == bits(local[1]), (group, name, spec)
 
+    written: list[Path] = []
+    opened: Any = checkpoint.open_writer
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(distributed, "is_sharded", lambda x: isinstance(x, ShardedTensor))
         patched.setattr(distributed, "local_shard", lambda x: x.local if isinstance(x, ShardedTensor) else x)
         patched.setattr(distributed, "full_tensor", lambda x: x.whole if isinstance(x, ShardedTensor) else x)
         patched.setattr(distributed, "shard_offset", lambda x: x.offset if isinstance(x, ShardedTensor) else 0)
         patched.setattr("os.fsync", lambda handle: None)
+        patched.setattr(checkpoint, "open_writer", lambda path, headers: written.append(path) or opened(path, headers))
         writers.run(save)
+        assert len(written) == len(set(written)), "several ranks wrote one file"
         assert is_sound(directory / "checkpoints/step-000007")
         readers.run(load)
 
