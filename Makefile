@@ -51,7 +51,8 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not long"
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long and not alone"
+	$(BIN)/python -m pytest -n 0 -m "long and alone"
 
 lint: $(READY)
 	$(BIN)/ruff check .

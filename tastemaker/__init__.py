@@ -10,7 +10,15 @@ import sys
 
 # `python -m tastemaker` puts the working directory first on the path, where a file html.py would replace Python's own.
 # This stands before all imports that read a file, among them `from __future__`; os and sys are loaded at startup.
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and {"tastemaker"} & {w.split(".")[0] for w in sys.orig_argv}:
+# The name may be glued to the option, as in `-mtastemaker`. The `-m` of another package keeps its directory.
+if (
+    sys.argv[:1] == ["-m"]
+    and not sys.flags.safe_path
+    and any(
+        name == "tastemaker" or (name.startswith("-") and name.endswith("mtastemaker"))
+        for name in (word.split(".")[0] for word in sys.orig_argv)
+    )
+):
     _directory = sys.path.pop(0)
     if os.path.join(_directory, "tastemaker") == os.path.dirname(__file__):  # a checkout that is not installed
         sys.path.append(_directory)

@@ -154,6 +154,16 @@ def test_installed_wheel_prints_help_and_lists(installed_wheel: Path) -> None:
 
 
 @pytest.mark.slow
+def test_installed_command_imports_nothing_from_the_working_directory(installed_wheel: Path, tmp_path: Path) -> None:
+    for name in ("html", "sympy", "typing", "json", "sitecustomize", "torch", "typer", "types", "functools"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('EXECUTED')\n")
+    command = str(installed_wheel / "venv/bin/tastemaker")
+    for safe_path in ("", "1"):
+        arguments = [command, "list", "recipes"]
+        assert "grpo-toy-flow" in run_command(arguments, tmp_path, PYTHONSAFEPATH=safe_path, COLUMNS="200")
+
+
+@pytest.mark.slow
 def test_installed_wheel_trains_two_steps(installed_wheel: Path) -> None:
     command = str(installed_wheel / "venv/bin/tastemaker")
     run_command(

@@ -1,7 +1,7 @@
 """Attack Tastemaker from outside and print what survived: attack, tries, survived, lost.
 
 python tools/redteam.py --out redteam.md             # all attacks, about 15 minutes on two idle slow cores
-python tools/redteam.py --quick                      # one or two tries of the most important ones, about a minute
+python tools/redteam.py --quick                      # one or two tries of the most important ones, some minutes
 python tools/redteam.py --only kill-one-process --only byte-flips
 
 Every attacked process has a bound on its memory. The exit code is 1 if a promise was broken. Attacks that need to mount

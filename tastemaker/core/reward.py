@@ -23,7 +23,7 @@ from .cuda_streams import HostCopy, ScoringTurn, copy_to_device, sample_before_s
 from .errors import RewardError as RewardError
 from .interruption import abandonable_call
 from .registry import ConfigError
-from .reward_inputs import check_shape, check_sums, sum_samples
+from .reward_inputs import check_shape, check_sums, copy_metadata, sum_samples
 from .reward_inputs import frames_as_samples as frames_as_samples
 from .scores import PendingScores as PendingScores
 from .scores import Scores as Scores
@@ -47,7 +47,7 @@ class Reward(ABC):
 
     @property
     def needs_copy(self) -> bool:
-        """Whether it gets a copy of the pixels, because it might write into them: all but those of this package."""
+        """Whether it gets copies of pixels and metadata, because it might write into them: all but our own."""
         return not is_shipped(self)
 
     @abstractmethod
@@ -58,8 +58,9 @@ class Reward(ABC):
         self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
     ) -> list[Tensor]:
         """Scores [B] of the same pixels for each of several lists of prompts."""
-        copy = len(prompt_sets) > 1 and self.needs_copy
-        return [self.score(pixels.clone() if copy else pixels, prompts, metadata) for prompts in prompt_sets]
+        if len(prompt_sets) == 1 or not self.needs_copy:
+            return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
+        return [self.score(pixels.clone(), prompts, copy_metadata(metadata)) for prompts in prompt_sets]
 
     def score_groups(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], group_size: int) -> Tensor:
         """Scores [B] of whole groups, whose samples are adjacent. Called if the spec `needs_group`.
@@ -278,7 +279,7 @@ class WeightedReward:
         """What the scorer returns for each list of prompts."""
         # A reward of the user's may write into its pixels, also through numpy, where torch would not notice.
         private = pixels.clone() if self.reward.needs_copy else pixels
-        entries = [dict(entry) for entry in metadata] if self.reward.needs_copy else metadata
+        entries = copy_metadata(metadata) if self.reward.needs_copy else metadata
         if self.spec.needs_group:
             return [self.reward.score_groups(private, prompts, entries, group_size) for prompts in prompt_sets]
         return self.reward.score_prompts(private, prompt_sets, entries)

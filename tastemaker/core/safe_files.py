@@ -22,6 +22,9 @@ MAX_YAML_BYTES = 1_000_000  # PyYAML reads about 100 KB per second
 MAX_JSON_BYTES = 256_000_000  # of one document, such as the index of a checkpoint
 MAX_ROWS_BYTES = 4_000_000_000  # of a file with a sample or a step per row
 MAX_LINE_BYTES = 64_000_000
+# What parsed JSON occupies, about: a list, an object, and a value with its place in them. "[]" is a list.
+BYTES_PER_LIST, BYTES_PER_OBJECT, BYTES_PER_VALUE = 64, 184, 50
+MAX_PARSED_BYTES = 1_500_000_000
 MAX_DEPTH = 100  # of nested lists and mappings
 MAX_DIGITS = 300  # of an integer; a longer one is no float
 FLOAT = "tag:yaml.org,2002:float"
@@ -72,6 +75,7 @@ DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 def parse_json(text: str, where: str | Path) -> Any:
     """Parse JSON; `where` names the source in error messages. NaN and Infinity are numbers, as Python writes them."""
+    check_json_memory(text, where)
     try:
         value = DECODER.decode(text)
         if text.count("[") + text.count("{") > MAX_DEPTH and _measure_depth(value) > MAX_DEPTH:
@@ -90,6 +94,17 @@ def parse_json(text: str, where: str | Path) -> Any:
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON ({error}); correct or replace the file [TM1155]") from error
     return value
+
+
+def check_json_memory(text: str, where: str | Path) -> None:
+    """Refuse JSON of so many small parts that it would take far more memory than its text."""
+    lists, objects, others = text.count("["), text.count("{"), text.count(",") + text.count(":")
+    needed = BYTES_PER_LIST * lists + BYTES_PER_OBJECT * objects + BYTES_PER_VALUE * others
+    if needed > MAX_PARSED_BYTES:
+        raise ConfigError(
+            f"{where}: the JSON has up to {lists + objects} lists and objects and {others} values, which take about "
+            f"{needed / 1e9:.1f} GB, more than the limit of {MAX_PARSED_BYTES / 1e9:g}; split the file [TM1180]"
+        )
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:

@@ -82,6 +82,13 @@ def score_checked(
         raise RewardError(
             f"reward '{name}' failed on {prompts} ({kind}: {error}); fix the cause, or remove rewards.{name} [TM115]"
         ) from error
+    if not isinstance(values, (list, tuple)) or len(values) != len(prompt_sets):
+        found = f"{len(values)} tensors" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+        raise RewardError(
+            f"reward '{name}' returned {found} for {len(prompt_sets)} lists of prompts, of which the first begins with "
+            f"{quote_prompts(prompt_sets[0])}; return a list with one tensor for each of them from score_prompts "
+            "[TM1183]"
+        )
     return [
         _check_scores(name, value, pixels, prompts, needs_gradient)
         for prompts, value in zip(prompt_sets, values, strict=True)
@@ -100,7 +107,8 @@ def _check_scores(name: str, value: object, pixels: Tensor, prompts: Prompts, ne
         kind = "a meta tensor, which has no values" if value.is_meta else f"complex numbers ({value.dtype})"
         kind = f"a {value.layout} tensor" if value.layout != torch.strided else kind
         raise RewardError(
-            f"reward '{name}' returned {kind} for {list(prompts[:3])}; return a dense tensor of real numbers [TM1163]"
+            f"reward '{name}' returned {kind} for {quote_prompts(prompts)}; return a dense tensor of real "
+            "numbers [TM1163]"
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):

@@ -37,11 +37,13 @@ VIDEO_SUFFIX = ".mp4"  # of videos that are written
 VIDEO_SUFFIXES = (VIDEO_SUFFIX, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # of videos that are read
 FRAMES_SUFFIX = ".frames"
 WRITABLE_SUFFIXES = ", ".join([*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX])
+ORIENTATION = 0x0112  # key of EXIF
 TRANSPARENT_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 ANIMATED_FORMATS = ("PNG", "GIF", "WEBP")
 READABLE_FORMATS = sorted({*IMAGE_FORMATS.values(), "GIF"})
-MAX_MEGAPIXELS = 64  # of an image, which takes 18 bytes per pixel while it is read
-VIDEO_FACTOR = 4  # times as many may be in all frames of a video together
+MAX_MEGAPIXELS = 64  # of an image, which takes 16 bytes per pixel while it is read, and 12 afterwards
+VIDEO_FACTOR = 2  # times as many may be in all frames of a video together
+STRIP_PIXELS = 2**21  # converted at a time, because each step of the conversion copies them
 LIMIT_VARIABLE = "TASTEMAKER_MAX_MEGAPIXELS"
 PILLOW_LIMIT = Lock()
 # What Pillow and PyAV raise for broken files.
@@ -130,9 +132,26 @@ def read_image(path: Path) -> Tensor:
     if path.suffix.lower() in VIDEO_SUFFIXES:
         with image_errors(str(path), "a video"):
             frames = _import_video_io(path).read_video(path, partial(check_pixels, str(path)), max_pixels())
-            return torch.from_numpy(frames).movedim(-1, -3) / 255
+            return _as_floats(frames)
     with open_image(path, str(path)) as image:
-        return torch.stack([_rgb(frame) for frame in _frames(image)])
+        return _read_all(image)
+
+
+def _as_floats(frames: list[NDArray[np.uint8]]) -> Tensor:
+    """The pixels [F, 3, H, W] in [0, 1] of frames [H, W, 3], which are removed from the list one by one."""
+    pixels = torch.empty(len(frames), 3, *frames[0].shape[:2])
+    for k in reversed(range(len(pixels))):
+        pixels[k].copy_(torch.from_numpy(frames.pop()).movedim(-1, 0)).div_(255)
+    return pixels
+
+
+def _read_all(image: Image.Image) -> Tensor:
+    """The pixels [F, 3, H, W] in [0, 1] of an open image or animation. Each frame is decoded into its place."""
+    height, width = _displayed_size(image)
+    pixels = torch.empty(count_frames(image), 3, height, width)
+    for frame, target in zip(_frames(image), pixels, strict=True):
+        _write_rgb(frame, target)
+    return pixels
 
 
 def _read_frames(folder: Path) -> Tensor:
@@ -155,15 +174,30 @@ def _read_frames(folder: Path) -> Tensor:
         raise ImageError(
             f"{folder} is not a complete video: {problem}; number the frames from {min(order)} on without gaps [TM169]"
         )
-    frames = [read_image(order[number])[0] for number in sorted(order)]
-    sizes = {tuple(frame.shape[1:]): None for frame in frames}
-    if len(sizes) > 1:
-        (height, width), (other_height, other_width), *_ = sizes
-        raise ImageError(
-            f"{folder} has frames of {height}x{width} and {other_height}x{other_width} pixels; resize all frames "
-            "to one size [TM170]"
-        )
-    return torch.stack(frames)
+    ordered = [order[number] for number in sorted(order)]
+    _check_total(folder, ordered)
+    pixels = torch.empty(0)
+    for k, file in enumerate(ordered):
+        frame = read_image(file)[0]
+        pixels = pixels if k else torch.empty(len(ordered), *frame.shape)
+        if frame.shape != pixels.shape[1:]:
+            (height, width), (other_height, other_width) = pixels.shape[2:], frame.shape[1:]
+            raise ImageError(
+                f"{folder} has frames of {height}x{width} and {other_height}x{other_width} pixels; resize all frames "
+                "to one size [TM170]"
+            )
+        pixels[k].copy_(frame)
+    return pixels
+
+
+def _check_total(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse frames that together would take too much memory, by their headers."""
+    sizes = []
+    for file in files:
+        with open_image(file, str(file)) as image:
+            sizes.append(image.size)
+    width, height = max(sizes, key=math.prod)
+    check_pixels(str(folder), width, height, len(files))
 
 
 def image_size(path: Path) -> tuple[int, int]:
@@ -172,8 +206,12 @@ def image_size(path: Path) -> tuple[int, int]:
         height, width = read_image(path).shape[-2:]
         return height, width
     with open_image(path, str(path)) as image:
-        rotated = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 swap the sides
-        return (image.width, image.height) if rotated else (image.height, image.width)
+        return _displayed_size(image)
+
+
+def _displayed_size(image: Image.Image) -> tuple[int, int]:
+    rotated = image.getexif().get(ORIENTATION, 1) >= 5  # EXIF orientations 5 to 8 swap the sides
+    return (image.width, image.height) if rotated else (image.height, image.width)
 
 
 def resize_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
@@ -207,7 +245,7 @@ def decode_image(data: bytes, name: str, limit: int) -> Tensor:
     with open_image(BytesIO(data), name) as image:
         if 3 * image.width * image.height * count_frames(image) > limit:
             raise ImageError(f"{name} decodes to more than {limit} values; send a smaller image [TM171]")
-        return torch.stack([_rgb(frame) for frame in _frames(image)])
+        return _read_all(image)
 
 
 def encode_png(pixels: Tensor) -> bytes:
@@ -308,7 +346,26 @@ def pil_to_pixels(image: Image.Image) -> Tensor:
 
 def _rgb(image: Image.Image) -> Tensor:
     """One frame in [0, 1]: [3, H, W]."""
-    image = ImageOps.exif_transpose(image)
+    pixels = torch.empty(3, *_displayed_size(image))
+    _write_rgb(image, pixels)
+    return pixels
+
+
+def _write_rgb(image: Image.Image, target: Tensor) -> None:
+    """Write one frame in [0, 1] to `target` [3, H, W], strip by strip."""
+    if image.getexif().get(ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.size != (target.shape[2], target.shape[1]):
+        raise ValueError(f"the frame has {image.width}x{image.height} pixels, and another size in the header [TM1178]")
+    height = max(1, STRIP_PIXELS // image.width)
+    image.load()
+    for top in range(0, image.height, height):
+        strip = image.crop((0, top, image.width, min(top + height, image.height)))
+        target[:, top : top + height].copy_(_convert_rgb(strip))
+
+
+def _convert_rgb(image: Image.Image) -> Tensor:
+    """The pixels [3, H, W] in [0, 1] of an image that has been decoded."""
     if image.mode.startswith("I"):  # 16-bit grayscale, which Pillow's own conversion clips at 255
         return torch.from_numpy(np.array(image, np.float32) / 65535).expand(3, -1, -1)
     if image.mode in TRANSPARENT_MODES or "transparency" in image.info:

@@ -24,8 +24,8 @@ def write_video(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -
         file.mux(stream.encode(None))
 
 
-def read_video(path: Path, check_pixels: Callable[[int, int, int], None], max_pixels: int) -> NDArray[np.uint8]:
-    """Read all frames: [F, H, W, 3]; refuses a file if the decoder reports an error.
+def read_video(path: Path, check_pixels: Callable[[int, int, int], None], max_pixels: int) -> list[NDArray[np.uint8]]:
+    """Read all frames, each [H, W, 3]; refuses a file if the decoder reports an error.
 
     `check_pixels` is called with width, height and frames as the file declares them, and with each frame that is
     decoded; FFmpeg itself refuses frames of more than `max_pixels`.
@@ -54,7 +54,7 @@ def read_video(path: Path, check_pixels: Callable[[int, int, int], None], max_pi
     if corrupt or errors:
         reason = f"frame {corrupt[0]} is damaged" if corrupt else f"the decoder reports: {errors[0]}"
         raise ValueError(f"{reason} [TM827]")
-    return np.stack(frames)
+    return frames
 
 
 class FFmpegLogCapture:
@@ -96,10 +96,14 @@ def capture_ffmpeg_errors() -> Iterator[list[str]]:
         FFMPEG_LOG.end()
 
 
-def read_first_frame(path: Path) -> NDArray[np.uint8]:
-    """Read the first frame of a video: [H, W, 3]."""
+def read_first_frame(path: Path, max_pixels: int) -> NDArray[np.uint8]:
+    """Read the first frame of a video: [H, W, 3]; FFmpeg refuses one of more than `max_pixels`."""
     try:
-        with av.open(path) as file:
+        with av.open(path, options={"max_pixels": str(max_pixels)}) as file:
+            for stream in file.streams.video:
+                stream.codec_context.options = {"max_pixels": str(max_pixels)}
+                if stream.codec_context.width * stream.codec_context.height > max_pixels:
+                    raise ValueError(f"the video has frames of more than {max_pixels} pixels [TM1179]")
             frame = next(iter(file.decode(video=0)), None)
             if frame is not None:
                 return np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)

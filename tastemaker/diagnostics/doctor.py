@@ -24,6 +24,7 @@ from ..core.policy import Backbone, Policy
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.reward import Reward, RewardError, Rubric
+from ..core.reward_inputs import copy_metadata, metadata_equal
 from ..core.types import Metadata, Prompts, Trajectory
 from ..training.loop import train_step
 from ..training.run import AnyObjective, Run
@@ -214,7 +215,7 @@ def check_reward_spread(run: Run) -> CheckResult:
 
 
 class WriteProbe(Reward):
-    """A reward that notices when another one writes into its pixels: through torch or through numpy."""
+    """A reward that notices when another one writes into its pixels or metadata: through torch or through numpy."""
 
     def __init__(self, inner: Reward) -> None:
         self.inner, self.wrote = inner, False
@@ -222,13 +223,15 @@ class WriteProbe(Reward):
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         pixels = pixels.clone()
         before, version = pixels.clone(), pixels._version
-        scores = self.inner.score(pixels, prompts, metadata)
+        entries = copy_metadata(metadata)
+        scores = self.inner.score(pixels, prompts, entries)
         self.wrote |= pixels._version != version or not torch.equal(pixels, before)
+        self.wrote |= not metadata_equal([dict(entry) for entry in metadata], entries)
         return scores
 
 
 def check_reward_inputs(run: Run) -> CheckResult:
-    """No reward may write into its pixels: other code that calls it would see, show and save what it wrote."""
+    """No reward may write into its pixels or metadata: other code would see, show and save what it wrote."""
     name = "rewards leave their pixels as they are"
     if not run.rubric.rewards:
         return skip_check(name, "the configuration has no rewards")
@@ -244,8 +247,8 @@ def check_reward_inputs(run: Run) -> CheckResult:
     if not writing:
         return pass_check(name, pluralize(len(probes), "reward"))
     advice = (
-        f"{', '.join(writing)} writes into its pixels, also if the values stay the same; use operations without a "
-        "trailing underscore, or work on pixels.clone()"
+        f"{', '.join(writing)} writes into its pixels, also if the values stay the same, or into its metadata; use "
+        "operations without a trailing underscore, or work on copies such as pixels.clone()"
     )
     return fail_check(name, f"{len(writing)} of {len(probes)} write", advice)
 

@@ -109,7 +109,8 @@ def load_clip_tokenizer(folder: Path) -> Any:
     path = local[0] if local else find_weights(CLIP_TOKENIZER.hub, CLIP_TOKENIZER)
     loader: Any = CLIPTokenizer
     with silence_libraries():
-        tokenizer = loader.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True)
+        folder = path if path.is_dir() else path.parent
+        tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokenizer.pad_token = "!"  # the token whose id is 0
     return tokenizer
 

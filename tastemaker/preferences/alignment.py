@@ -19,6 +19,7 @@ from ..config.validate import validate_config
 from ..console import message_console, print_line
 from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
+from ..core.safe_files import read_json_object
 from ..core.types import PromptBatch
 from ..data.dataset import Dataset
 from ..data.playground import PlaygroundPrompts
@@ -163,7 +164,7 @@ def run_alignment(options: AlignmentOptions, console: Console) -> Alignment:
         if not run_training(preference_config, tiny=options.tiny, console=console):
             return Alignment(options.out, False, options.out / MODEL)
         preference = options.out / PREFERENCE
-        summary = json.loads((preference / REPORT_FILE).read_text(encoding="utf-8"))["summary"]
+        summary = str(read_json_object(preference / REPORT_FILE).get("summary", ""))
     print_line(console, f"2. train {base.name} with {options.method}", "bold")
     if not run_training(config, tiny=options.tiny, init_from=_new_run_only(config, checkpoint), console=console):
         return Alignment(options.out, False, config.directory, preference, summary)
@@ -203,7 +204,7 @@ def claim_directory(options: AlignmentOptions) -> None:
     state = {"votes": str(options.votes), "sha256": digest, "model": options.model, "method": options.method}
     file = options.out / STATE_FILE
     if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = read_json_object(file)
         changed = [key for key, value in state.items() if before.get(key) != value]
         if changed:
             what = "the votes changed" if changed == ["sha256"] else f"{changed[0]} was {before.get(changed[0])}"

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..core import output_paths
 from ..core.registry import ConfigError
+from ..core.safe_files import MAX_ROWS_BYTES, parse_json, read_text
 from ..data.hf_datasets import is_saved_dataset, iterate_rows, save_rows
 from .sessions import Ballot, Session, SessionSource, create_session, record_vote
 from .votes import ALPHABET, ID_LENGTH, Choice, Vote, VotedSample, VoteLog, now, read_votes, to_pairs
@@ -84,11 +85,11 @@ def read_rows(path: Path, split: str) -> Iterator[Mapping[str, Any]]:
             f"{path}: expected a .jsonl or .parquet file, or a folder that `datasets` saved; for a folder of pictures "
             "that you like, give --liked [TM1417]"
         )
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path, MAX_ROWS_BYTES).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line, path)
         except ValueError:
             row = None
         if not isinstance(row, dict):

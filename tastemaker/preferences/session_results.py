@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from ..core.errors import ConfigError
+from ..core.safe_files import read_json_object
 from .sessions import Session
 from .statistics import (
     Share,
@@ -78,7 +79,14 @@ def summarize_session(session: Session, voter: str = "") -> SessionResult:
 def read_scores(session: Session) -> dict[str, dict[str, float]]:
     """Return the scores of samples by hash, for each reward that scored the session."""
     path = session.directory / SCORES_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    scores = read_json_object(path) if path.is_file() else {}
+    for name, by_hash in scores.items():
+        values = by_hash.values() if isinstance(by_hash, dict) else [by_hash]
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise ConfigError(
+                f"{path}: the scores of '{name:.40}' are no numbers by sample; score the session again [TM1182]"
+            )
+    return scores
 
 
 def describe_progress(session: Session, voter: str = "") -> dict[str, Any]:

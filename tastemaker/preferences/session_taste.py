@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError
 from ..core.output_paths import write_text_atomically
+from ..core.safe_files import read_json
 from .sessions import ORDER_FILE, VOTES_FILE, Session, write_active_order
 from .votes import UNDECIDED, read_votes
 
@@ -35,7 +36,7 @@ MIN_COMPARISONS = 10
 def list_preference_models(session: Session) -> list[Path]:
     """Return the runs that trained a preference model from the votes of a session and are complete, newest first."""
     try:
-        names = json.loads((session.directory / MODELS_FILE).read_text(encoding="utf-8"))
+        names = read_json(session.directory / MODELS_FILE)
         runs = [(session.directory / str(name)).resolve() for name in names]
     except (OSError, ValueError, TypeError):
         return []
@@ -54,7 +55,7 @@ def record_preference_model(session: Session, run: Path) -> None:
 def read_report(run: Path) -> dict[str, Any]:
     """Return the report of a preference model; empty if it cannot be read."""
     try:
-        report = json.loads((run / REPORT_FILE).read_text(encoding="utf-8"))
+        report = read_json(run / REPORT_FILE)
     except (OSError, ValueError):
         return {}
     return report if isinstance(report, dict) else {}

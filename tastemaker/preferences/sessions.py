@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core import output_paths
 from ..core.errors import ConfigError
+from ..core.safe_files import read_json
 from .statistics import compare_sources
 from .votes import Choice, Kind, Vote, VotedSample, VoteLog, new_vote_id, now
 
@@ -320,29 +321,34 @@ def order_actively(session: Session) -> Sequence[tuple[int, ...]]:
             "one with the votes so far, or choose balanced [TM1405]"
         )
     known = {tuple(sorted(key)): key for key in session.schedule}
-    ranked = [key for each in json.loads(path.read_text(encoding="utf-8")) if (key := tuple(sorted(each))) in known]
+    try:
+        pairs = [tuple(sorted(each)) for each in read_json(path)]
+        ranked = [key for key in pairs if key in known]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: not a list of pairs of samples ({error!s:.200}); train a preference model again, or remove the "
+            "file [TM1181]"
+        ) from error
     return [known[key] for key in dict.fromkeys([*ranked, *known])]
 
 
 def load_session(folder: Path) -> Session:
     """Read a session; its samples are empty if they are not complete."""
     path = folder / SESSION_FILE
+    if not path.is_file():
+        raise ConfigError(f"{folder}: there is no voting session; create one with `tastemaker vote create` [TM1406]")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         sources = tuple(parse_saved_source(each) for each in data["sources"])
         names = {name: data[name] for name in ("name", "kind", "blind", "target", "created")} | {
             "order_seed": data.get("order_seed", 0)
         }
-        rows = json.loads((folder / SAMPLES_FILE).read_text("utf-8")) if (folder / SAMPLES_FILE).is_file() else []
+        rows = read_json(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).is_file() else []
         samples = tuple(SessionSample(**row) for row in rows)
         return Session(
             folder, sources=sources, prompts=(*data["prompts"],), seeds=(*data["seeds"],), samples=samples, **names
         )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{folder}: there is no voting session; create one with `tastemaker vote create` [TM1406]"
-        ) from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: not a voting session ({error!s:.200}); create it again [TM1407]") from error
 
 

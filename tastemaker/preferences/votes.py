@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..core.errors import ConfigError
+from ..core.safe_files import MAX_ROWS_BYTES, parse_json, read_text
 
 try:
     import fcntl
@@ -201,8 +202,8 @@ class VoteLog:
         tail = os.pread(file, size - first, first)
         start = first + tail.rfind(b"\n") + 1
         try:
-            parse_vote(json.loads(tail[start - first :]))
-        except (ValueError, TypeError, KeyError):
+            parse_vote(parse_json(tail[start - first :].decode(), self.path))
+        except (ValueError, TypeError, KeyError, AttributeError):
             os.ftruncate(file, start)
         else:
             os.write(file, b"\n")
@@ -257,7 +258,7 @@ def read_votes(path: Path) -> list[Vote]:
             f"{path}: there is no vote log; give the votes.jsonl of a voting session, or create one with "
             "`tastemaker vote create` [TM1392]"
         )
-    votes = list(parse_lines(path.read_text(encoding="utf-8", errors="replace").split("\n"), path))
+    votes = list(parse_lines(read_text(path, MAX_ROWS_BYTES, errors="replace").split("\n"), path))
     unique = {vote.id: vote for vote in reversed(votes)}  # of equal ids the first counts
     undone = {vote.undoes for vote in votes if vote.kind == "undo"}
     return [vote for vote in reversed(unique.values()) if vote.kind != "undo" and vote.id not in undone]
@@ -269,8 +270,8 @@ def parse_lines(lines: list[str], path: Path, first: int = 0) -> Iterator[Vote]:
         if not line.strip():
             continue
         try:
-            yield parse_vote(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+            yield parse_vote(parse_json(line, f"line {first + number}"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             if number == len(lines):
                 return
             raise ConfigError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..data.text_files import get_text, read_csv_rows, read_json_rows
 SUFFIXES = {*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES}
 FILE_COLUMNS, PROMPT_COLUMNS = ("file", "file_name", "image"), ("prompt", "caption", "text")
 MAX_WAITING = 4  # batches of images in memory that wait for others of their size
+MAX_WAITING_PIXELS = 40_000_000  # of all of them, which is 32 images of 1024x1024 and 480 MB
 ScoreRow = dict[str, Any]  # a line of JSON
 
 
@@ -52,7 +53,8 @@ class FolderScorer:
     @torch.no_grad()
     def score_images(self, batch: Sequence[ImageRecord], rubric: Rubric | None = None) -> list[dict[str, float]]:
         """Scores by reward name of each of the images, which have one size."""
-        pixels = torch.stack([image.pixels for image in batch if image.pixels is not None]).to(self.device)
+        single = [image.pixels[None] for image in batch if image.pixels is not None]
+        pixels = (torch.cat(single) if len(single) > 1 else single[0]).to(self.device)  # one image is not copied
         prompts, metadata = [image.prompt for image in batch], [image.metadata for image in batch]
         scores = (rubric or self.rubric).score(pixels, prompts, metadata).rewards
         return [{name: values[i].item() for name, values in scores.items()} for i in range(len(batch))]
@@ -189,15 +191,25 @@ def batch_by_size(images: Sequence[ImageRecord], batch_size: int) -> Iterator[li
     waiting: dict[torch.Size, list[ImageRecord]] = {}
     for image in images:
         try:
-            pixels = read_image(image.file)
+            record = replace(image, pixels=read_image(image.file))
         except ImageError as error:
             yield score_row(image) | {"error": str(error)}
             continue
-        same_size = waiting.setdefault(pixels.shape, [])
-        same_size.append(ImageRecord(image.file, image.prompt, image.metadata, pixels))
-        if len(same_size) == batch_size or sum(map(len, waiting.values())) > MAX_WAITING * batch_size:
-            yield waiting.pop(max(waiting, key=lambda shape: len(waiting[shape])))
-    yield from waiting.values()
+        assert record.pixels is not None
+        shape = record.pixels.shape
+        waiting.setdefault(shape, []).append(record)
+        del record  # the caller alone holds what it is given
+        if len(waiting[shape]) == batch_size:
+            yield waiting.pop(shape)
+        while sum(map(len, waiting.values())) > MAX_WAITING * batch_size or count_pixels(waiting) > MAX_WAITING_PIXELS:
+            yield waiting.pop(max(waiting, key=lambda shape: (count_pixels({shape: waiting[shape]}), shape)))
+    while waiting:
+        yield waiting.popitem()[1]
+
+
+def count_pixels(waiting: Mapping[torch.Size, Sequence[ImageRecord]]) -> int:
+    """Return the pixels of images by their shapes [F, 3, H, W]."""
+    return sum(len(records) * shape.numel() // 3 for shape, records in waiting.items())
 
 
 def score_images(
@@ -212,8 +224,8 @@ def score_images(
             progress.start("scoring", len(images), unit="images")
             for batch in batch_by_size(images, batch_size):
                 new = scorer.score_batch(batch) if isinstance(batch, list) else [batch]
-                for image in batch if isinstance(batch, list) else ():
-                    nouns.add("video" if image.pixels is not None and len(image.pixels) > 1 else "image")
+                if isinstance(batch, list):
+                    nouns |= {"video" if x.pixels is not None and len(x.pixels) > 1 else "image" for x in batch}
                 for row in new:
                     file.write(json.dumps(row) + "\n")
                     if "error" in row and len(images) > 1:
@@ -223,6 +235,7 @@ def score_images(
                 file.flush()
                 rows += new
                 progress.advance(len(new))
+                del batch  # else its pixels stay in memory while the next ones are read
     except OSError as error:
         raise ConfigError(
             f"--out: {target} cannot be written ({error}); give another file with --out [TM391]"

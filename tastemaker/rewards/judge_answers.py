@@ -6,7 +6,6 @@ read halfway would put a sample on another scale than the others of its group.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -15,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
+
+from ..core.errors import ConfigError
+from ..core.safe_files import parse_json
 
 # Every pattern takes time in proportion to an answer's length: a hang in one of them would stop all threads of a run.
 # So digits are matched possessively, and no two neighboring repetitions match the same characters.
@@ -337,8 +339,8 @@ def read_json_object(text: str) -> dict[str, Any]:
     if start < 0 or end < start:
         raise AnswerError("not json", "expected a JSON object")
     try:
-        value = json.loads(text[start : end + 1])
-    except (ValueError, RecursionError):
+        value = parse_json(text[start : end + 1], "answer")
+    except ConfigError:
         value = None
     if not isinstance(value, dict):
         raise AnswerError("not json", "the JSON object cannot be read")

@@ -180,24 +180,32 @@ class RewardService:
             self.num_requests -= 1
 
     async def _receive(self, request: Request, reservation: MemoryReservation) -> bytes:
-        """Return the body. Each part is reserved when it arrives, so that a slow request holds what it has sent."""
-        length, max_bytes = request.headers.get("content-length"), self.limits.max_bytes
+        """Return the body. Each part is reserved when it arrives, so that a slow request holds what it has sent.
+
+        After some seconds it has to arrive at a minimum rate, so that a byte now and then holds no place for long.
+        """
+        limits, max_bytes = self.limits, self.limits.max_bytes
+        length = request.headers.get("content-length")
         if length is None and "transfer-encoding" not in request.headers:
             raise HTTPException(411, "the length of the request is unknown; add a Content-Length header [TM1014]")
         file = io.BytesIO()
         too_large = int(length or 0) > max_bytes
         try:
-            async with asyncio.timeout(self.limits.receive_timeout):
+            start = asyncio.get_running_loop().time()
+            async with asyncio.timeout(min(limits.receive_timeout, limits.slow_seconds)) as deadline:
                 chunks = request.stream()
                 while not too_large and (chunk := await anext(chunks, None)) is not None:
                     reservation.grow(len(chunk))
                     file.write(chunk)
+                    allowed = limits.slow_seconds + file.tell() / limits.min_rate
+                    deadline.reschedule(start + min(limits.receive_timeout, allowed))
                     too_large = file.tell() > max_bytes
         except TimeoutError:
             raise HTTPException(
                 408,
-                f"the request did not arrive within {self.limits.receive_timeout:g} seconds; send smaller requests, "
-                "or start the server with a larger --receive-timeout [TM1015]",
+                f"the request arrived too slowly: the limits are {limits.receive_timeout:g} seconds, and after "
+                f"{limits.slow_seconds:g} seconds {limits.min_rate:g} bytes per second; send smaller requests, or "
+                "start the server with a larger --receive-timeout [TM1015]",
                 {"Connection": "close"},
             ) from None
         if too_large:
@@ -294,7 +302,7 @@ def create_app(service: RewardService) -> Starlette:
         message = error.detail
         if message in ("Not Found", "Method Not Allowed"):  # of the router
             message = (
-                f"unknown request {request.method:.10} {request.url.path:.60}; send GET to /health, /metrics or "
+                f"unknown request {request.method:.10} {request.scope['path']:.60}; send GET to /health, /metrics or "
                 "/version, or POST to /score or /rewards/NAME/score [TM1019]"
             )
         return JSONResponse({"error": message}, error.status_code, error.headers)
@@ -382,7 +390,8 @@ class AccessMiddleware:
             error = "requests from web pages of other origins are refused; use a client without a browser [TM1022]"
             return JSONResponse({"error": error}, 403)
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if request.url.path != "/health" and not self.rules.is_token(token):
+        # The URL of a request is built from its Host header, the path is not.
+        if scope["path"] != "/health" and not self.rules.is_token(token):
             error = (
                 "the token is missing or wrong; send the header 'Authorization: Bearer ...' with the token of the "
                 "server [TM1023]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import io
-import json
 import random
 import socket
 import ssl
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ..core.interruption import POLL_SECONDS, Interrupted, StopRequest, current_stop
 from ..core.reward import RewardError
+from ..core.safe_files import parse_json
 
 MAX_RETRY_DELAY = 30.0  # seconds, unless the server asks for more
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -162,8 +162,8 @@ class RewardClient:
 
     def _parse_response(self, status: int, body: bytes, retry_after: float) -> dict[str, Any]:
         try:
-            response = json.loads(body)
-        except (ValueError, RecursionError):
+            response = parse_json(body.decode(), self.url)
+        except ValueError:
             response = None
         if status == 200 and isinstance(response, dict):
             return response

@@ -17,6 +17,8 @@ class ServiceLimits:
     max_connections: int = 512
     header_timeout: float = 10.0  # from the connection, or the previous answer, to the end of the headers
     receive_timeout: float = 60.0  # for the whole body
+    slow_seconds: float = 10.0  # of a body that may be slower than `min_rate`
+    min_rate: float = 1024.0  # bytes per second of a body, on average
     answer_timeout: float = 600.0  # from the end of the body to the answer
     shutdown_timeout: float = 30.0  # for the requests in progress when the server is stopped
 

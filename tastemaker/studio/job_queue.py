@@ -29,6 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..core.errors import ConfigError
 from ..core.output_paths import write_text_atomically
 from ..core.registry import USER_CODE_VARIABLE, subprocess_path
+from ..core.safe_files import read_json_object
 from ..training.run_lock import describe_machine, describe_process, read_owner
 from .devices import choose_device, list_devices, visible_devices
 
@@ -393,7 +394,7 @@ class JobQueue:
 
     def _read_exit(self, id: str) -> tuple[int | None, float]:
         try:
-            values = json.loads((self.folder / f"{id}.exit").read_bytes()[:1000])
+            values = read_json_object(self.folder / f"{id}.exit")
             return int(values["exit_code"]), float(values["time"])
         except (OSError, ValueError, KeyError, TypeError):
             return None, 0.0
@@ -401,7 +402,7 @@ class JobQueue:
     def _read_processes(self, id: str) -> tuple[int, int]:
         """Return the process ids of the process beside a job and of its command; zeros before they are known."""
         try:
-            values = json.loads((self.folder / f"{id}.process").read_bytes()[:1000])
+            values = read_json_object(self.folder / f"{id}.process")
             return int(values["pid"]), int(values["child"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0, 0

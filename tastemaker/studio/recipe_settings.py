@@ -7,6 +7,7 @@ this needs torch, which would take more memory than the rest of the studio.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 from ..config.recipes import find_recipe, list_trainable_recipes, merge_parents
 from ..config.settings_diff import IGNORED_KEYS, flatten_settings
 from ..core.errors import ConfigError
+from ..core.registry import USER_CODE_VARIABLE, subprocess_path
 
 TIMEOUT_SECONDS = 180.0
 MAX_CHANGES = 200
@@ -72,7 +74,8 @@ class RecipeSettings:
 def compute_settings(recipe: str) -> Mapping[str, Any]:
     """Return all settings of a recipe of the package."""
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, recipe],
+        [sys.executable, "-P", "-c", PROGRAM, recipe],
+        env={**os.environ, "PYTHONPATH": subprocess_path(), USER_CODE_VARIABLE: "refuse"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=TIMEOUT_SECONDS,

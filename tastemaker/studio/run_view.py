@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,8 @@ from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 
+from ..core.errors import ConfigError
+from ..core.safe_files import parse_json
 from ..report.charts import OVERALL, ScoreInterval, parse_scores
 from ..report.metric_names import name_benchmark, name_score, name_task
 from ..report.run_record import EVALUATION_FOLDERS, read_evaluations
@@ -140,8 +141,8 @@ class RunView:
 
 def read_json_text(text: str) -> Mapping[str, Any]:
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
+        data = parse_json(text, "file")
+    except ConfigError:
         return {}
     return data if isinstance(data, dict) else {}
 

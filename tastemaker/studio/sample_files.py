@@ -187,7 +187,7 @@ def decode_first_frame(path: Path) -> Image.Image:
         if path.suffix.lower() in VIDEO_SUFFIXES:
             from ..data import video_io  # needs PyAV, an optional dependency
 
-            return Image.fromarray(video_io.read_first_frame(path))
+            return Image.fromarray(video_io.read_first_frame(path, MAX_GRID_PIXELS))
         with Image.open(path) as image:
             check_size(image)
             return image.convert("RGB")

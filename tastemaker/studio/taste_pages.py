@@ -6,7 +6,6 @@ and leads to the blind vote between the model before and after.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from starlette.routing import Route
 
 from ..config.recipes import list_recipes, list_trainable_recipes
 from ..core.errors import ConfigError
+from ..core.safe_files import parse_json
 from ..preferences.session_taste import (
     MIN_COMPARISONS,
     list_preference_models,
@@ -71,8 +71,8 @@ def read_state(directory: Path) -> dict[str, Any]:
     """Return what an alignment aligns to what; empty if the file is damaged."""
     try:
         with (directory / STATE_FILE).open("rb") as file:
-            state = json.loads(file.read(MAX_STATE_BYTES))
-    except (OSError, ValueError, RecursionError):
+            state = parse_json(file.read(MAX_STATE_BYTES).decode(), STATE_FILE)
+    except (OSError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}
 

@@ -6,7 +6,6 @@ order, and neither names nor paths are sent.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -23,6 +22,8 @@ from starlette.routing import Route
 
 from ..config.recipes import list_trainable_recipes
 from ..core.errors import ConfigError
+from ..core.registry import USER_CODE_VARIABLE, subprocess_path
+from ..core.safe_files import parse_json
 from ..preferences.session_results import describe_progress, summarize_session
 from ..preferences.sessions import (
     KINDS,
@@ -114,7 +115,7 @@ def bad_form(what: str) -> ConfigError:
 
 def parse_object(body: bytes) -> Json:
     try:
-        data = json.loads(body)
+        data = parse_json(body.decode(), "request")
     except ValueError:
         data = None
     if not isinstance(data, dict):
@@ -431,12 +432,12 @@ def start_job(studio: Studio, arguments: list[str], session: Session, title: str
     if jobs is not None:
         jobs.submit("sample", arguments, session.directory, title=title)
         return
-    environment = dict(os.environ)
+    environment = {**os.environ, "PYTHONPATH": subprocess_path()}
     if not studio.options.allow_code:
-        environment["TASTEMAKER_USER_CODE"] = "refuse"
+        environment[USER_CODE_VARIABLE] = "refuse"
     with (session.directory / JOB_LOG).open("wb") as log:
         subprocess.Popen(
-            [sys.executable, "-m", "tastemaker", *arguments],
+            [sys.executable, "-P", "-m", "tastemaker", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -48,6 +48,7 @@ from .checkpoint_folder import (
     remove_partial,
 )
 from .engine import Engine
+from .run_lock import check_ownership
 from .safetensors_io import (
     InMemoryTensors,
     ShardedTensorReader,
@@ -173,10 +174,10 @@ def write(staged: StagedCheckpoint, comm: Comm) -> Path:
     _raise_on_all_ranks(comm, _create_directories(partial, staged.files) if comm.rank == 0 else None, partial)
     checksums, error = _write_files(partial, staged.files)
     _raise_on_all_ranks(comm, error, partial)
-    all_checksums = dict(comm.gather_objects(list(checksums.items())))
+    files, problem = dict(comm.gather_objects(list(checksums.items()))), None
     if comm.rank == 0:
-        error = _publish_and_prune(partial, target, staged.state, all_checksums, staged.keep_last, best=staged.best)
-    _raise_on_all_ranks(comm, error, partial)
+        problem = _publish_and_prune(partial, target, staged.state, files, staged.keep_last, best=staged.best)
+    _raise_on_all_ranks(comm, problem, partial)
     return target
 
 
@@ -186,12 +187,13 @@ def _tensor_groups(engine: Engine, weights: Weights) -> TensorGroups:
     return {"weights": dict(weights.trainable()), **snapshots, "optimizer": engine.optimizer.state_dict()}
 
 
-def _create_directories(partial: Path, files: Sequence[StagedFile]) -> OSError | None:
+def _create_directories(partial: Path, files: Sequence[StagedFile]) -> OSError | CheckpointError | None:
     try:
+        check_ownership(partial.parent.parent)
         remove_partial(partial.parent)
         for file in files:
             (partial / file.name).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         return error
     return None
 
@@ -204,28 +206,34 @@ def _publish_and_prune(
     keep_last: int,
     *,
     best: bool,
-) -> OSError | None:
+) -> OSError | CheckpointError | None:
     try:
+        check_ownership(target.parent.parent)
         publish_checkpoint(partial, target, state, files)
         if best:
             link_best(target)
         prune_checkpoints(target, keep_last)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         return error
     return None
 
 
-def _raise_on_all_ranks(comm: Comm, error: OSError | None, partial: Path) -> None:
-    """Raise on all ranks if one failed, and remove the partial checkpoint. Older checkpoints are not touched."""
+def _raise_on_all_ranks(comm: Comm, error: OSError | CheckpointError | None, partial: Path) -> None:
+    """Raise on all ranks if one failed, and remove the partial checkpoint. Older checkpoints are not touched.
+
+    After the loss of the run's lock the partial checkpoint may be that of the new owner, so it stays.
+    """
     messages = comm.gather_objects([] if error is None else [_error_message(error, partial)])
     if not messages:
         return
-    if comm.rank == 0:
+    if comm.rank == 0 and not isinstance(error, CheckpointError):
         remove_directory(partial)
     raise CheckpointError(messages[0])
 
 
-def _error_message(error: OSError, partial: Path) -> str:
+def _error_message(error: OSError | CheckpointError, partial: Path) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
     cause = explain_error(error) or f"{error.filename or partial} cannot be written ({error.strerror or error})"
     return f"no checkpoint was saved, but older ones are unchanged: {cause} [TM828]"
 

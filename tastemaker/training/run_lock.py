@@ -2,18 +2,22 @@
 
 The lock is `run.lock` in the directory, held by `flock`, which the kernel releases when the process ends, however it
 ends. The file names the owner. Where `flock` is missing or does not reach other machines, as on some shared file
-systems, the record counts as alive as long as its time of modification, the heartbeat, is recent.
+systems, the record counts as alive as long as its time of modification, the heartbeat, is recent. An owner that was
+suspended for longer finds another record when it wakes up: it stops, and publishes no more checkpoints.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -22,7 +26,8 @@ from typing import IO, TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..core.errors import explain_error
+from ..core.errors import CheckpointError, explain_error
+from ..core.interruption import current_stop
 from ..core.output_paths import check_output_directory
 from ..core.registry import ConfigError
 
@@ -39,7 +44,13 @@ HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0  # an owner on another machine without a heartbeat for so long is dead
 SETTLE_SECONDS = 1.0
 FORK_SECONDS = 5.0  # within which a forked process has closed the lock file of its killed parent
-MAX_RECORD_BYTES = 4096
+MAX_RECORD_BYTES, RECORD_BYTES = 4096, 1024  # read, and written: of two that write at once, the last is complete
+# Of Linux, on which flock reaches every process that sees the file. Any other may be shared by machines, each with
+# locks of its own, as with Lustre's `localflock` and NFS's `local_lock`.
+LOCAL_FILE_SYSTEMS = (
+    "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs",
+)  # fmt: skip
+MOUNTS = Path("/proc/self/mountinfo")
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _held: dict[tuple[Path, int], RunLock] = {}  # by directory and thread
 
@@ -53,6 +64,7 @@ class RunOwner:
     started: str  # ISO 8601, UTC
     machine: str  # changes when the machine starts again
     process: str  # pid namespace and start time, which tell a new process of the same pid from the old one
+    token: str = ""  # random, so that no two records are equal
     heartbeat: float = field(default=0.0, compare=False)  # seconds since 1970 when it was last known to be alive
     alive: bool = field(default=True, compare=False)
 
@@ -81,7 +93,8 @@ def describe_machine() -> str:
 def read_owner(directory: Path) -> RunOwner | None:
     """Return who trains in a run directory, with `alive`; None if nobody does or the last owner ended normally.
 
-    Reads one small file and takes no lock, so that any program may ask at any time.
+    Reads one small file and takes no lock, so that any program may ask at any time. The heartbeat of an owner on
+    another machine is compared with the clock of this one.
     """
     try:
         with (directory / LOCK_FILE).open("rb") as file:
@@ -90,8 +103,11 @@ def read_owner(directory: Path) -> RunOwner | None:
         return None
 
 
-def _read_record(file: IO[bytes]) -> RunOwner | None:
-    """Return the owner in an open lock file; None if none is written, as in the moment before it is."""
+def _read_record(file: IO[bytes], clock: Callable[[], float] = time.time) -> RunOwner | None:
+    """Return the owner in an open lock file; None if none is written, as in the moment before it is.
+
+    `clock` returns the time that heartbeats are compared with.
+    """
     try:
         file.seek(0)
         record = TypeAdapter(dict[str, str | int]).validate_json(file.read(MAX_RECORD_BYTES))
@@ -100,15 +116,30 @@ def _read_record(file: IO[bytes]) -> RunOwner | None:
         owner: RunOwner = TypeAdapter(RunOwner).validate_python({**record, **values})
     except (OSError, ValidationError, RecursionError):
         return None
-    return RunOwner(**{**asdict(owner), "alive": _is_alive(owner)})
+    return RunOwner(**{**asdict(owner), "alive": _is_alive(owner, clock)})
 
 
-def _is_alive(owner: RunOwner) -> bool:
+def _is_alive(owner: RunOwner, clock: Callable[[], float]) -> bool:
     """Whether a process exists, if it would be visible here; otherwise whether its heartbeat is recent."""
     here = describe_process(os.getpid()).partition(" ")[0]
     if owner.machine == describe_machine() and here and owner.process.partition(" ")[0] == here:
         return describe_process(owner.pid) == owner.process
-    return time.time() - owner.heartbeat < STALE_SECONDS
+    return clock() - owner.heartbeat < STALE_SECONDS
+
+
+def is_local_file_system(directory: Path) -> bool:
+    """Whether a directory is known to be on a file system that no other machine writes to."""
+    directory, best, found = directory.resolve(), Path(), ""
+    try:
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    for line in lines:  # 36 35 98:0 /root /mount/point rw,noatime shared:1 - ext4 /dev/sda1 rw
+        mount, _, source = line.partition(" - ")
+        point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4]))  # a space is \040
+        if directory.is_relative_to(point) and len(point.parts) >= len(best.parts):  # later mounts hide earlier ones
+            best, found = point, source.split()[0]
+    return found in LOCAL_FILE_SYSTEMS
 
 
 class RunLock:
@@ -120,6 +151,7 @@ class RunLock:
         self._file: IO[bytes] | None = None
         self._created: list[Path] = []  # directories, to be removed if the run leaves them empty
         self._released = threading.Event()
+        self._record: RunOwner | None = None
 
     def acquire(self) -> None:
         """Take the lock, also from a dead process; raise ConfigError, and change nothing, if another process has it."""
@@ -159,14 +191,14 @@ class RunLock:
             works = False
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
-                previous = _read_record(file)
+                previous = _read_record(file, self._file_system_time)
                 is_here = previous is not None and previous.machine == describe_machine()
                 if previous is not None and previous.alive and not (works and is_here):
                     self._refuse_elsewhere(previous)
-                record = self._write(file)
-                if not works:
+                self._record = self._write(file)
+                if not works or not is_local_file_system(self.directory):
                     time.sleep(SETTLE_SECONDS)  # of two that start at once, the one that wrote last is the owner
-                    if (written := _read_record(file)) is not None and written != record:
+                    if (written := self._read_again()) is not None and written != self._record:
                         self._refuse_elsewhere(written)
                 return True
         return False
@@ -178,7 +210,7 @@ class RunLock:
         )
 
     def _refuse_elsewhere(self, owner: RunOwner) -> None:
-        age = max(0, round(time.time() - owner.heartbeat))
+        age = max(0, round(self._file_system_time() - owner.heartbeat))
         raise ConfigError(
             f"{self.directory} is being trained by {owner}, whose last sign of life is {age} s old; wait until it "
             f"ends, stop it, or set another name=...; if it is dead, try again after {STALE_SECONDS:.0f} s without a "
@@ -188,20 +220,58 @@ class RunLock:
     def _write(self, file: IO[bytes]) -> RunOwner:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         process, pid = describe_process(os.getpid()), os.getpid()
-        record = RunOwner(socket.gethostname(), pid, started, describe_machine(), process)
-        keys = ("host", "pid", "started", "machine", "process")
+        record = RunOwner(socket.gethostname(), pid, started, describe_machine(), process, uuid.uuid4().hex)
+        keys = ("host", "pid", "started", "machine", "process", "token")
         content = TypeAdapter(dict[str, str | int]).dump_json({key: getattr(record, key) for key in keys}, indent=1)
         file.seek(0)
         file.truncate()
-        file.write(content + b"\n")
+        file.write(content.ljust(RECORD_BYTES - 1) + b"\n")
         os.fsync(file.fileno())
         return record
+
+    def _file_system_time(self) -> float:
+        """The time by the clock that dates files in the directory, which on a shared file system is the server's."""
+        with suppress(OSError), tempfile.NamedTemporaryFile(dir=self.directory, prefix=".run.lock-") as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
+        return time.time()
+
+    def _read_again(self) -> RunOwner | None:
+        """The record now, of a file opened anew: only opening it asks the server of a network file system."""
+        with self.path.open("rb") as file:
+            return _read_record(file)
+
+    def find_other_owner(self) -> str:
+        """Describe who has the lock instead of this process; empty if it still has it, or if that cannot be read."""
+        if self._record is None or self._released.is_set():
+            return ""
+        try:
+            for _ in range(5):
+                if (found := self._read_again()) is not None:
+                    return "" if found == self._record else str(found)
+                time.sleep(0.1)  # another process may be writing
+        except FileNotFoundError:
+            return "nobody: the file was removed"
+        except OSError:
+            return ""
+        return "another process"
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
             with suppress(OSError, ValueError):
-                if self._file is not None:
+                if self.find_other_owner():
+                    current_stop().request()  # the run ends with the message of `check`
+                elif self._file is not None:
                     os.utime(self._file.fileno())
+
+    def check(self) -> None:
+        """Raise CheckpointError if another process has taken the lock, as while this one was suspended."""
+        if other := self.find_other_owner():
+            raise CheckpointError(
+                f"this process no longer owns {self.directory}, and writes nothing more there: {self.path} names "
+                f"{other}. A process that is suspended for more than {STALE_SECONDS:.0f} s is replaced; continue from "
+                "the newest checkpoint once the other has ended [TM1177]"
+            )
 
     def close(self) -> None:
         """Close the file in a forked process; the lock stays with the process that took it."""
@@ -216,7 +286,7 @@ class RunLock:
         if file is None or self.owner_pid != os.getpid():
             return
         with suppress(OSError):
-            if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):  # not the file of one who took over
+            if self._read_again() == self._record:  # not the file of one who took over
                 self.path.unlink()
         file.close()
         for directory in self._created:
@@ -251,9 +321,17 @@ def own_run_directory(directory: Path, comm: Comm | None = None) -> Iterator[Non
     _held[key] = lock
     try:
         yield
+        lock.check()
     finally:
         _held.pop(key, None)
         lock.release()
+
+
+def check_ownership(directory: Path) -> None:
+    """Raise CheckpointError if this process had the lock of a run directory and has lost it."""
+    for (locked, _), lock in [*_held.items()]:
+        if locked == directory.resolve():
+            lock.check()
 
 
 def _close_after_fork() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.output_paths import write_text_atomically
+from ..core.safe_files import parse_json
 
 STATUS_FILE = "status.json"
 MAX_REASON, MAX_STATUS_BYTES = 2000, 16_384
@@ -45,7 +46,7 @@ def read_status(directory: Path) -> RunStatus | None:
     """Read the status of a run; None if it has none, or a damaged one."""
     try:
         with (directory / STATUS_FILE).open("rb") as file:
-            values = json.loads(file.read(MAX_STATUS_BYTES))
+            values = parse_json(file.read(MAX_STATUS_BYTES).decode(), directory / STATUS_FILE)
         state, step, steps = values["state"], values["step"], values["steps"]
         if state not in ("running", "finished", "stopped", "failed") or not math.isfinite(step + steps):
             return None

@@ -367,7 +367,9 @@ def prepare_comparison(
     else:
         weights = find_weights(spec.weights, spec.published.source(spec.weights))
         with silence_libraries():
-            pipeline = pipeline_class.from_pretrained(weights, dtype=placement.dtype, local_files_only=True)
+            pipeline = pipeline_class.from_pretrained(
+                weights, dtype=placement.dtype, local_files_only=True, trust_remote_code=False
+            )
         pipeline.set_progress_bar_config(disable=True)
         if type(pipeline.scheduler).__name__ != reference.scheduler["_class_name"]:
             options = dict(reference.scheduler)

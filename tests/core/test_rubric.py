@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tastemaker.core.reward import (
     WeightedReward,
     load_shared_reward,
 )
+from tastemaker.core.reward_inputs import copy_metadata, metadata_equal
 from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import BrightnessReward, ColorReward
 from tastemaker.rewards.compression import JpegReward
@@ -308,6 +310,59 @@ def test_reward_that_writes_into_its_pixels_changes_nothing_for_others(
             for reward in scores.rewards.values():
                 torch.testing.assert_close(reward, PIXELS.mean((1, 2, 3, 4)))
     assert pixels.equal(PIXELS) and metadata[0] == {"number": 1}
+
+
+@pytest.mark.parametrize("runs_on", ["device", "host"])
+def test_reward_that_writes_into_metadata_changes_nothing_for_others(runs_on: Literal["device", "host"]) -> None:
+    def overwrite(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        scores = read_target(pixels, prompts, metadata)
+        for entry in metadata:
+            entry["target"].zero_()
+            entry["array"][:] = 0
+            entry["objects"][0]["count"] = 0
+        return scores
+
+    def read_target(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        values = [x["target"].mean() + x["array"].sum() + x["objects"][0]["count"] for x in metadata]
+        return torch.stack([torch.as_tensor(value) for value in values]).float()
+
+    shared = torch.ones(3, 4, 4)  # by the samples of a prompt
+    metadata = [{"target": shared, "array": np.ones(2), "objects": [{"count": 3}]} for _ in PROMPTS]
+    specs: dict[str, RewardSpec] = {
+        "writer": CustomReward(overwrite, differentiable=False, runs_on=runs_on),
+        "reader": CustomReward(read_target, differentiable=False),
+    }
+    for prompt_sets in ([PROMPTS], [PROMPTS, PROMPTS]):
+        for scores in rubric(**specs).score_each(PIXELS, prompt_sets, metadata):
+            for reward in scores.rewards.values():
+                torch.testing.assert_close(reward, torch.full((len(PROMPTS),), 6.0))
+    expected = {"target": torch.ones(3, 4, 4), "array": np.ones(2), "objects": [{"count": 3}]}
+    assert metadata_equal(metadata, [expected] * len(PROMPTS))
+
+
+def test_copies_of_metadata_share_what_samples_share() -> None:
+    """The source image of an edit is in the metadata of each of its samples."""
+    image, name = torch.full((3, 4, 4), torch.nan), object()
+    copies = copy_metadata([{"image": image, "name": name, "sizes": (1, [2])}] * 3)
+    assert copies[0]["image"] is copies[2]["image"] is not image and copies[1]["name"] is name
+    assert copies[0] is not copies[1] and metadata_equal(copies[0], {"image": image, "name": name, "sizes": (1, [2])})
+    copies[0]["image"][0, 0, 0] = 1.0
+    assert not metadata_equal(copies[0], {"image": image, "name": name, "sizes": (1, [2])})
+
+
+@pytest.mark.parametrize(("found", "name"), [(None, "NoneType"), ([torch.zeros(5)] * 3, "3 tensors"), (3, "int")])
+def test_wrong_number_of_results_for_several_lists_of_prompts_is_refused(found: Any, name: str) -> None:
+    custom = CustomReward(lambda x, p, f: mean(x, p, f), differentiable=False)  # equal ones would share a scorer
+    object.__setattr__(custom, "score_prompts", lambda *arguments: found)
+    with pytest.raises(RewardError, match=rf"'custom' returned .*{name} for 2 lists of prompts.*TM1183"):
+        rubric(custom=custom).score_each(PIXELS, [PROMPTS, PROMPTS])
+
+
+def test_meta_scores_quote_the_beginning_of_a_prompt_only() -> None:
+    custom = CustomReward(lambda x, p, f: torch.zeros(len(x), device="meta"), differentiable=False)
+    with pytest.raises(RewardError, match="TM1163") as caught:
+        rubric(custom=custom).score(PIXELS, [f"{prompt} {'x' * 10_000}" for prompt in PROMPTS])
+    assert len(str(caught.value)) < 1000
 
 
 def test_gradients_pass_through_the_copy_of_a_reward_that_writes() -> None:

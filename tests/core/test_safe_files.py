@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import tastemaker
+from tastemaker.core import safe_files
 from tastemaker.core.errors import ConfigError
 from tastemaker.core.output_paths import read_umask
 from tastemaker.core.safe_files import (
@@ -118,3 +121,49 @@ def test_umask_is_read_as_it_is() -> None:
         assert read_umask() == 0o027 == read_umask()
     finally:
         assert os.umask(before) == 0o027
+
+
+@pytest.mark.parametrize("part", ["[]", "{}", "0", '"":0'])
+def test_json_that_would_take_much_more_memory_than_its_text_is_refused(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safe_files, "MAX_PARSED_BYTES", 1_000_000)
+    start, end = "{}" if ":" in part else "[]"
+    text = start + ",".join([part] * 20_000) + end
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="TM1180"):
+        parse_json(text, "bomb")
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+    assert parse_json('["[[[,,,{{{"]', "text") == ["[[[,,,{{{"]
+
+
+# json.loads here reads what this package wrote itself or a bounded text, with RecursionError handled.
+OWN_PARSERS = {
+    "core/checkpoint_files.py": 1,  # a bounded, sealed file
+    "evaluation/geneval.py": 1,  # a text whose checksum is known
+    "evaluation/scoreboard/runner.py": 1,  # the answers of a process of ours
+    "export/diffusers_pipeline.py": 1,  # what a network of ours returned
+    "preferences/training.py": 1,  # json.loads(json.dumps(...))
+    "serving/chat_client.py": 1,  # a bounded answer, in which a judge may write half of a surrogate pair
+    "serving/protocol.py": 1,  # bounds of its own
+    "studio/config_forms.py": 1,  # a file of the package
+    "studio/config_worker.py": 2,  # messages between two processes of ours
+    "studio/metric_history.py": 1,  # a bounded line, of which there are many
+    "studio/recipe_settings.py": 2,  # the output of a process of ours
+    "training/checkpoint.py": 1,  # json.loads(json.dumps(...))
+}
+
+
+def test_files_of_others_are_parsed_by_the_bounded_reader_alone() -> None:
+    found: dict[str, int] = {}
+    package = Path(tastemaker.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "json.load" in text or "import load" in text else ():
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load")
+            is_import = isinstance(node, ast.ImportFrom) and node.module == "json"
+            if is_call or is_import:
+                name = path.relative_to(package).as_posix()
+                found[name] = found.get(name, 0) + 1
+    assert found == OWN_PARSERS

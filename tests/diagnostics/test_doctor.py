@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.diagnostics.doctor import CHECKS, run_check, run_doctor
+from tastemaker.diagnostics.doctor import CHECKS, WriteProbe, run_check, run_doctor
 
 SMALL = ["sample.every=0", "batch.prompts=4", "objective.group_size=4"]
 
@@ -57,6 +58,22 @@ def test_doctor_detects_planted_fault(check, recipe, fault, fragment, tmp_path):
     result = run_check(check, CHECKS[check], run)
     assert result.verdict == "fail", result
     assert fragment in result.advice
+
+
+def test_probe_detects_a_reward_that_writes_into_metadata():
+    import faults
+
+    class WritesTarget(faults.Constant):
+        def score(self, pixels, prompts, metadata):
+            for entry in metadata if entry_is_changed else ():
+                entry["target"].numpy()[:] += 1
+            return super().score(pixels, prompts, metadata)
+
+    for entry_is_changed in (False, True):
+        probe = WriteProbe(WritesTarget())
+        metadata = [{"target": torch.tensor([1.0, torch.nan]), "name": "a"}]
+        probe.score(torch.zeros(1, 1, 3, 2, 2), ["a"], metadata)
+        assert probe.wrote == entry_is_changed and metadata[0]["target"][0] == 1
 
 
 @pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-lora-toy-flow", "grpo-toy-causal", "grpo-toy-masked"])

@@ -22,7 +22,7 @@ from tastemaker.config.named_datasets import read_datasets_file
 from tastemaker.config.recipes import merge_parents
 from tastemaker.core import checkpoint_files
 from tastemaker.core.checkpoint_files import FileChecksum, compute_checksum, encode_manifest
-from tastemaker.core.errors import ImageError
+from tastemaker.core.errors import ConfigError, ImageError
 from tastemaker.core.safe_files import parse_json, parse_yaml, read_json_object, read_json_rows, read_yaml_mapping
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
 from tastemaker.data.image_io import decode_image, encode_gif, encode_png, image_size, read_image, save_image
@@ -43,14 +43,24 @@ from tastemaker.models.pretrained import load_state_dict
 from tastemaker.models.restricted_unpickler import load_pickle, load_trainer_pickle
 from tastemaker.models.sentencepiece_tokenizer import read_sentencepiece
 from tastemaker.models.weight_files import read_weights
+from tastemaker.preferences.alignment import STATE_FILE as ALIGNMENT_FILE
+from tastemaker.preferences.alignment import AlignmentOptions, claim_directory
+from tastemaker.preferences.interchange import read_rows
+from tastemaker.preferences.session_results import describe_progress
+from tastemaker.preferences.sessions import ORDER_FILE, SESSION_FILE, load_session, order_actively
+from tastemaker.preferences.votes import read_votes
 from tastemaker.report.run_record import read_evaluated_samples, read_run
 from tastemaker.report.sample_sets import read_metadata as read_sample_metadata
 from tastemaker.rewards.backbones.frozen_models import read_config
 from tastemaker.rewards.backbones.open_clip import read_settings
+from tastemaker.serving.chat_client import ChatClient
+from tastemaker.serving.client import RewardClient, RewardServiceError, TemporaryError
 from tastemaker.serving.protocol import JSON, NPZ, ScoreRequest, decode_request, encode_request
 from tastemaker.training.checkpoint import read_state
 from tastemaker.training.loggers.jsonl import truncate_after
 from tastemaker.training.run_directory import flatten_settings
+from tastemaker.training.run_lock import read_owner
+from tastemaker.training.run_status import read_status
 from tastemaker.training.safetensors_io import ShardedTensorReader, load_pickled
 from tastemaker.training.sweep import read_results
 from tastemaker.vlm import annotations
@@ -234,10 +244,10 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader("datasets file", "datasets.yaml", read_datasets_file, [b"faces: {type: image_collection, path: a}\n"], 2000),
     Reader(
-        "JSON value", "value.json", lambda path: parse_json(decode(path), "value"), [SWEEP, b'"\\ud83d\\ude00"'], 9000
+        "JSON value", "value.json", lambda path: parse_json(decode(path), "value"), [SWEEP, b'"\\ud83d\\ude00"'], 5400
     ),
-    Reader("JSON object", "config.json", read_json_object, [to_json(OPEN_CLIP)], 6000),
-    Reader("JSON rows", "metadata.jsonl", lambda path: list(read_json_rows(path)), [METRICS, SCORES], 6000),
+    Reader("JSON object", "config.json", read_json_object, [to_json(OPEN_CLIP)], 4500),
+    Reader("JSON rows", "metadata.jsonl", lambda path: list(read_json_rows(path)), [METRICS, SCORES], 4500),
     Reader("metrics of a resumed run", "metrics.jsonl", lambda path: truncate_after(path, 1), [METRICS], 2000),
     Reader("report: metrics", "metrics.jsonl", read_report, [METRICS], 2000),
     Reader("report: grid", "samples/step-000001.json", read_report, [to_json(GRID)], 2000),
@@ -329,6 +339,60 @@ READERS: tuple[Reader, ...] = (
         "model config", "config.json", lambda path: read_config(path.parent), [to_json({"model_type": "clip"})], 1000
     ),
     Reader("sentencepiece", "spiece.model", read_sentencepiece, [SPIECE], 3000),
+)
+
+
+VOTE = {"id": "0" * 26, "time": "2026-01-01", "voter": "a", "kind": "pair", "prompt": "b", "choice": 0}
+VOTE |= {"samples": [{"file": "a.png", "seed": 1}, {"file": "b.png"}], "shown": [1, 0], "seconds": 1.5}
+UNDO = {"id": "1" * 26, "time": "2026-01-01", "voter": "a", "kind": "undo", "undoes": "0" * 26}
+SESSION = {"name": "a", "created": "2026-01-01", "kind": "pair", "blind": True, "target": 2, "order_seed": 0}
+SESSION |= {
+    "prompts": ["a", "b"],
+    "seeds": [0],
+    "sources": [{"label": "x", "model": "y"}, {"label": "z", "model": "y"}],
+}
+OWNER = {"host": "a", "pid": 7, "started": "2026-01-01", "machine": "b", "process": "c 1", "token": "d"}
+STATUS = {"state": "running", "step": 1, "steps": 2, "reason": "", "time": "2026-01-01"}
+CHOICES = {"choices": [{"message": {"content": "a"}}], "usage": {"total_tokens": 3}}
+
+
+def read_order(path: Path) -> None:
+    (path.parent / SESSION_FILE).write_bytes(to_json(SESSION))
+    order_actively(load_session(path.parent))
+
+
+def read_session(path: Path) -> None:
+    describe_progress(load_session(path.parent))
+
+
+def read_alignment(path: Path) -> None:
+    (path.parent / "votes.jsonl").touch()
+    with suppress(ConfigError):  # of another alignment, as which the valid one counts too
+        claim_directory(AlignmentOptions(path.parent / "votes.jsonl", "b", path.parent))
+
+
+def read_answer(client: RewardClient) -> Read:
+    """Return a reader of the body of an answer, of which nothing but a retry or a refusal may come."""
+
+    def read(path: Path) -> None:
+        for status in (200, 400, 503):
+            with suppress(TemporaryError, RewardServiceError):
+                client._parse_response(status, path.read_bytes(), 0.0)
+
+    return read
+
+
+# Files of votes, of running processes, and of servers that a run asks.
+READERS += (
+    Reader("votes", "votes.jsonl", read_votes, [to_json(VOTE), to_json(VOTE, UNDO)], 800),
+    Reader("session", SESSION_FILE, read_session, [to_json(SESSION)], 600),
+    Reader("order of a session", ORDER_FILE, read_order, [to_json([[0, 1], [2, 3]])], 600),
+    Reader("votes of others", "a.jsonl", lambda path: list(read_rows(path, "train")), [to_json({"a": "b"})], 600),
+    Reader("alignment", ALIGNMENT_FILE, read_alignment, [to_json({"count": 1})], 300),
+    Reader("run.lock", "run.lock", lambda path: read_owner(path.parent), [to_json(OWNER)], 800),
+    Reader("status.json", "status.json", lambda path: read_status(path.parent), [to_json(STATUS)], 800),
+    Reader("answer of a reward", "body", read_answer(RewardClient("http://a")), [to_json({"scores": [0.5]})], 800),
+    Reader("answer of a judge", "body", read_answer(ChatClient("http://a")), [to_json(CHOICES)], 800),
 )
 
 

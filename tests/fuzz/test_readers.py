@@ -29,7 +29,7 @@ from tastemaker.serving.protocol import ProtocolError
 OWN_ERRORS = (ConfigError, ImageError, RewardError, TrainingError, CheckpointError, DownloadError, ProtocolError)
 MAX_MEMORY = 96 * 2**10  # KB that all inputs of a reader together may add; the inputs have a few KB each
 MAX_SECONDS = 60  # for one input; far above what the slowest takes on a slow machine
-FAST_INPUTS = 150
+FAST_INPUTS = 130
 
 
 class TookTooLong(BaseException):

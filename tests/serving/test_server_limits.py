@@ -25,6 +25,8 @@ import numpy as np
 import pytest
 import torch
 from reward_server import PIXELS, PROMPTS, FunctionReward, create_service, run_service, serve_on_free_port
+from starlette.datastructures import URL
+from starlette.requests import Request
 from torch import Tensor
 
 import tastemaker.serving
@@ -154,6 +156,33 @@ def test_slow_bodies_hold_no_place_in_the_queue() -> None:
             status, answer = read_answer(line)
             assert status == 408 and "TM1015" in answer
         assert send(url)[0] == 200
+
+
+def test_bodies_have_a_minimum_rate() -> None:
+    """A body that is slow, but not too slow, is received."""
+    with serve_on_free_port(ColorReward(), receive_timeout=600.0, slow_seconds=0.5, min_rate=20.0) as url:
+        lines = [connect(url, head() + BODY[:sent]) for sent in (0, 1, 10)]
+        steady = connect(url, head() + BODY[:1200])  # which may take a minute
+        for line in lines:
+            line.settimeout(60)
+            status, answer = read_answer(line)
+            assert status == 408 and "TM1015" in answer
+        steady.sendall(BODY[1200:])
+        assert read_answer(steady)[0] == 200
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_host_header_does_not_open_other_paths_than_health(old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old versions of Starlette take part of such a header for the path of the URL."""
+    if old:
+        monkeypatch.setattr(Request, "url", URL("http://localhost/health?/score"))
+    service = create_service(ColorReward())
+    service.allowed_hosts, service.token = ("*",), "secret"
+    with run_service(service) as url:
+        for host in ("localhost/health?", "localhost/health#", "a/health?b=", "localhost"):
+            assert read_answer(connect(url, head(host=host) + BODY))[0] == 401, host
+            assert read_answer(connect(url, f"GET /version HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()))[0] == 401, host
+            assert read_answer(connect(url, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()))[0] == 200, host
 
 
 def test_requests_being_received_are_bounded() -> None:

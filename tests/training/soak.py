@@ -18,8 +18,10 @@ from fork_server import ForkedProcess
 from launch_ranks import HERE, environments
 
 PATIENCE = 300.0  # seconds for anything else that is awaited
-RENDEZVOUS = "30"  # seconds within which the ranks join; a fault may hit one of them before
+RENDEZVOUS = "15"  # seconds within which the ranks join; a fault may hit one of them before
 LONGEST_RUN = 7200.0  # seconds of a run that nothing disturbs
+POLL_SECONDS = 0.05
+TAIL_BYTES = 8192  # of metrics.jsonl, which hold its last rows
 RESTARTS = ("reward", "kill", "disk", "terminate")  # faults that end the run; the same command resumes it
 FAULTS = ("stop", "server", *RESTARTS)
 
@@ -59,12 +61,14 @@ class SoakedRun:
     """Two ranks that train, and the faults that they suffer."""
 
     directory: Path
-    server: RewardServer
+    server: RewardServer | None  # None: the same scores are computed by the ranks
     settings: Sequence[str]
-    slow_disk: float = 0.0  # seconds that a write takes at most
+    slow_disk: float = 0.0  # seconds that a write takes at most, except for one in 500
+    long_stop: float = 0.0  # seconds of the first SIGSTOP; 0: as short as the others
     seed: int = 0
     ranks: list[ForkedProcess] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # of injected faults
+    seconds: dict[str, float] = field(default_factory=dict)  # that each kind took, until the resumed run has started
     metrics_before: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -74,9 +78,11 @@ class SoakedRun:
 
     def start(self) -> None:
         """Run the command that starts the run and that resumes it."""
+        color = "{type: color}"
+        if self.server is not None:
+            color = f"{{type: remote, url: 'http://127.0.0.1:{self.server.port}', retry_delay: 0.1, max_retries: 12}}"
         rewards = (
-            f"rewards.color={{type: remote, url: 'http://127.0.0.1:{self.server.port}', retry_delay: 0.1, "
-            "max_retries: 12}",
+            f"rewards.color={color}",
             'rewards.bright={type: "soak_faults:brightness", weight: 0.1}',
         )
         where = (f"output_dir={self.directory.parent}", f"name={self.directory.name}")
@@ -104,7 +110,11 @@ class SoakedRun:
     def step(self) -> int:
         """Return the last step in metrics.jsonl; until a resumed run has joined, that of the run before."""
         path = self.directory / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
         complete = [line for line in lines[-2:] if line.endswith(b"\n")]
         return int(json.loads(complete[-1])["step"]) if complete else 0
 
@@ -126,7 +136,7 @@ class SoakedRun:
                     rank.send_signal(signal.SIGUSR1)
                 time.sleep(2)
                 raise AssertionError("\n".join(Path(rank.errors.name).read_text()[-8000:] for rank in running))
-            time.sleep(0.02)
+            time.sleep(POLL_SECONDS)
         for rank in self.ranks:
             rank.communicate(PATIENCE)
         return [int(rank.returncode or 0) for rank in self.ranks]
@@ -141,13 +151,21 @@ class SoakedRun:
 
     def inject(self, fault: str) -> None:
         """Inject a fault; if it ends the run, resume it by the same command."""
+        started = time.monotonic()
         self.counts[fault] = self.counts.get(fault, 0) + 1
+        self._inject(fault)
+        self.seconds[fault] = self.seconds.get(fault, 0.0) + time.monotonic() - started
+
+    def _inject(self, fault: str) -> None:
         rank, joined = self.rng.choice(self.ranks), self.has_joined()
         if fault == "stop":
+            is_long = self.long_stop > 0 and self.counts[fault] == 1
+            if is_long:  # before, the other rank would end
+                wait_until(self.has_joined)
             rank.send_signal(signal.SIGSTOP)
-            time.sleep(self.rng.uniform(0.1, 1.0))
+            time.sleep(self.long_stop if is_long else self.rng.uniform(0.1, 1.0))
             rank.send_signal(signal.SIGCONT)
-        elif fault == "server":
+        elif fault == "server" and self.server is not None:
             self.server.kill()
             time.sleep(self.rng.uniform(0.0, 0.5))
             self.server.start()
@@ -171,7 +189,7 @@ def wait_until(happened: Any) -> None:
     end = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < end, "what was awaited did not happen"
-        time.sleep(0.02)
+        time.sleep(POLL_SECONDS)
 
 
 def schedule_faults(count: int, steps: int, seed: int) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """Faults within the processes of a soak; `tastemaker --import soak_faults` plants them.
 
 A file in the folder SOAK_FAULTS makes the process that finds it fail once. With SOAK_SLOW_DISK, every write of a tensor
-into a checkpoint takes longer. Scores never depend on either.
+into a checkpoint takes longer, and one in 500 takes a second. Scores never depend on either.
 """
 
 import errno
@@ -32,7 +32,8 @@ def take(fault: str) -> bool:
 def write_slowly(self: SafetensorsWriter, data: Any) -> None:
     if take("disk"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    time.sleep(times.random() * SLOW_DISK)
+    if SLOW_DISK:
+        time.sleep(1.0 if times.random() < 1 / 500 else times.random() * SLOW_DISK)
     write(self, data)
 
 

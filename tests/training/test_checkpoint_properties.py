@@ -82,7 +82,8 @@ def shard(spec: TensorSpec, tensor: Tensor, rank: int, world_size: int) -> Any:
 class ThreadRanks:
     """Ranks that are threads: what they gather is exchanged through a barrier."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, strategy: str) -> None:
+        self.strategy = strategy
         self.world_size, self.barrier, self.lists = world_size, threading.Barrier(world_size), [[]] * world_size
 
     def gather(self, rank: int, items: list[Any]) -> list[Any]:
@@ -91,6 +92,16 @@ class ThreadRanks:
         gathered = [item for each in self.lists for item in each]
         self.barrier.wait(60)
         return gathered
+
+    def shard_info(self, rank: int) -> tuple[int, int, bool]:
+        """The index of a rank's shard, the number of shards, and whether the rank saves it, as of an engine."""
+        replicas = next((n for n in range(2, self.world_size + 1) if self.world_size % n == 0), 1)
+        count = {"replicated": 1, "fsdp": self.world_size, "hsdp": self.world_size // replicas}[self.strategy]
+        return rank % count, count, rank < count
+
+    def shard(self, spec: TensorSpec, tensor: Tensor, rank: int) -> Any:
+        index, count, _ = self.shard_info(rank)
+        return tensor.clone() if self.strategy == "replicated" else shard(spec, tensor, index, count)
 
     def run(self, work: Callable[[int], None]) -> None:
         with ThreadPoolExecutor(self.world_size) as pool:
@@ -101,9 +112,9 @@ class ThreadRanks:
         comm = SimpleNamespace(
             rank=rank, world_size=self.world_size, gather_objects=lambda items: self.gather(rank, items)
         )
-        config = SimpleNamespace(strategy="fsdp")
+        config = SimpleNamespace(strategy=self.strategy)
         states = SimpleNamespace(state_dict=lambda: dict(optimizer))
-        info = (rank, self.world_size, True)
+        info = self.shard_info(rank)
         return SimpleNamespace(comm=comm, config=config, scaler=None, optimizer=states, shard_info=info)
 
 
@@ -113,7 +124,7 @@ Tree = dict[str, dict[str, TensorSpec]]
 def build_run(ranks: ThreadRanks, rank: int, tree: Tree, *, zeros: bool) -> tuple[Any, Any, dict[str, dict[str, Any]]]:
     tensors = {
         group: {
-            name: shard(spec, torch.zeros_like(spec.build()) if zeros else spec.build(), rank, ranks.world_size)
+            name: ranks.shard(spec, torch.zeros_like(spec.build()) if zeros else spec.build(), rank)
             for name, spec in specs.items()
         }
         for group, specs in tree.items()
@@ -127,9 +138,16 @@ def bits(x: Tensor) -> bytes:
     return bytes(x.contiguous().flatten().view(torch.uint8).tolist()) if x.numel() else b""
 
 
-def check_round_trip(directory: Path, tree: Tree, form: str, saved_on: int, loaded_on: int, extra: Any) -> None:
-    """Save on some ranks, load on others, and compare every rank's rows."""
-    config, writers, readers = CheckpointConfig(format=form), ThreadRanks(saved_on), ThreadRanks(loaded_on)  # type: ignore[arg-type]
+def check_round_trip(
+    directory: Path,
+    tree: Tree,
+    form: str,
+    saved_on: tuple[int, str],
+    loaded_on: tuple[int, str],
+    extra: Any,
+) -> None:
+    """Save on some ranks with a strategy, load on others with another, and compare every rank's rows."""
+    config, writers, readers = CheckpointConfig(format=form), ThreadRanks(*saved_on), ThreadRanks(*loaded_on)  # type: ignore[arg-type]
 
     def save(rank: int) -> None:
         engine, weights, _ = build_run(writers, rank, tree, zeros=False)
@@ -140,28 +158,33 @@ def check_round_trip(directory: Path, tree: Tree, form: str, saved_on: int, load
         assert checkpoint.load(directory / "checkpoints/step-000007", engine, weights) == {"extra": extra}
         for group, specs in tree.items():
             for name, spec in specs.items():
-                expected, found = shard(spec, spec.build(), rank, loaded_on), tensors[group][name]
+                expected, found = readers.shard(spec, spec.build(), rank), tensors[group][name]
                 local = [distributed.local_shard(x) for x in (found, expected)]
                 assert local[0].dtype == local[1].dtype and bits(local[0]) == bits(local[1]), (group, name, spec)
 
+    written: list[Path] = []
+    opened: Any = checkpoint.open_writer
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(distributed, "is_sharded", lambda x: isinstance(x, ShardedTensor))
         patched.setattr(distributed, "local_shard", lambda x: x.local if isinstance(x, ShardedTensor) else x)
         patched.setattr(distributed, "full_tensor", lambda x: x.whole if isinstance(x, ShardedTensor) else x)
         patched.setattr(distributed, "shard_offset", lambda x: x.offset if isinstance(x, ShardedTensor) else 0)
         patched.setattr("os.fsync", lambda handle: None)
+        patched.setattr(checkpoint, "open_writer", lambda path, headers: written.append(path) or opened(path, headers))
         writers.run(save)
+        assert len(written) == len(set(written)), "several ranks wrote one file"
         assert is_sound(directory / "checkpoints/step-000007")
         readers.run(load)
 
 
+RANKS = st.tuples(st.integers(1, 4), st.sampled_from(["replicated", "fsdp", "hsdp"]))
 ROUND_TRIPS = {
     "tree": st.fixed_dictionaries({"weights": TENSORS, "optimizer": TENSORS}).flatmap(
         lambda tree: st.dictionaries(SNAPSHOTS, TENSORS, max_size=2).map(lambda snapshots: {**snapshots, **tree})
     ),
     "form": st.sampled_from(["consolidated", "sharded"]),
-    "saved_on": st.integers(1, 4),
-    "loaded_on": st.integers(1, 4),
+    "saved_on": RANKS,
+    "loaded_on": RANKS,
     "extra": JSON,
 }
 
@@ -172,7 +195,7 @@ def test_any_checkpoint_is_read_as_it_was_written(examples: int) -> None:
         max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(**ROUND_TRIPS)
-    def check(tree: Tree, form: str, saved_on: int, loaded_on: int, extra: Any) -> None:
+    def check(tree: Tree, form: str, saved_on: Any, loaded_on: Any, extra: Any) -> None:
         with TemporaryDirectory() as folder:
             check_round_trip(Path(folder), tree, form, saved_on, loaded_on, extra)
 

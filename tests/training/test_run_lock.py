@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 from fork_server import ForkedProcess
@@ -24,8 +25,10 @@ import tastemaker as tm
 from tastemaker.cli import main
 from tastemaker.cli.options import EXIT_INTERRUPTED, EXIT_USAGE
 from tastemaker.core.checkpoint_files import latest_checkpoint
-from tastemaker.core.errors import ConfigError
-from tastemaker.training import run_lock
+from tastemaker.core.errors import CheckpointError, ConfigError
+from tastemaker.core.interruption import handle_signals
+from tastemaker.training import run_directory, run_lock
+from tastemaker.training.engine import Engine
 from tastemaker.training.run_lock import LOCK_FILE, STALE_SECONDS, own_run_directory, read_owner
 
 SETTINGS = ("sample.every=0", "guard.every=0", "checkpoint.every=1", "checkpoint.keep_last=2", "batch.prompts=4")
@@ -234,3 +237,114 @@ def test_heartbeat_renews_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with own_run_directory(tmp_path):
         os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
         wait_until(lambda: (tmp_path / LOCK_FILE).stat().st_mtime > time.time() - 60)
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+23 22 0:40 / {0}/shared rw,relatime shared:1 - {1} server:/home rw
+24 23 0:41 / {0}/shared/my\\040disk rw - xfs /dev/vdb rw
+"""
+
+
+def test_file_systems_that_may_be_shared_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    monkeypatch.setattr(run_lock, "MOUNTS", mounts)
+    assert not run_lock.is_local_file_system(tmp_path)  # nothing is known
+    for kind in ("nfs4", "lustre", "beegfs", "gpfs", "ceph", "fuse.glusterfs", "fuse", "9p", "cifs"):
+        mounts.write_text(MOUNTS.format(tmp_path, kind))
+        found = [run_lock.is_local_file_system(tmp_path / each) for each in ("", "shared/run", "shared/my disk/run")]
+        assert found == [True, False, True], kind
+
+
+def test_of_two_owners_that_start_at_once_where_locks_are_local_one_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flock succeeds for both, as on two machines, and both find no record."""
+    monkeypatch.setattr(run_lock, "is_local_file_system", lambda directory: False)
+    monkeypatch.setattr(run_lock.fcntl, "flock", lambda *arguments: None)
+    both, write, refused, owners = threading.Barrier(2), run_lock.RunLock._write, [], []
+    done = threading.Barrier(2)
+
+    def write_together(lock: run_lock.RunLock, file: IO[bytes]) -> run_lock.RunOwner:
+        both.wait(60)
+        return write(lock, file)
+
+    def train() -> None:
+        try:
+            with own_run_directory(tmp_path):
+                owners.append(read_owner(tmp_path))
+                done.wait(60)
+        except ConfigError as error:
+            refused.append(str(error))
+            done.wait(60)
+
+    monkeypatch.setattr(run_lock.RunLock, "_write", write_together)
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(owners) == 1 and len(refused) == 1 and "TM1101" in refused[0]
+
+
+def take_over(directory: Path) -> str:
+    """Write the record of another process, as one does that found the heartbeat too old; return the file's text."""
+    record = json.loads((directory / LOCK_FILE).read_text())
+    (directory / LOCK_FILE).write_text(json.dumps({**record, "host": "gpu-7", "machine": "another", "token": "other"}))
+    return (directory / LOCK_FILE).read_text()
+
+
+def test_replaced_owner_stops_and_leaves_the_lock_to_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
+    texts = []
+
+    def be_replaced() -> None:
+        with own_run_directory(tmp_path):
+            run_lock.check_ownership(tmp_path)
+            texts.append(take_over(tmp_path))
+            wait_until(stop.is_set)
+
+    with handle_signals(raising=False) as stop:
+        with pytest.raises(CheckpointError, match=r"gpu-7.*TM1177"):
+            be_replaced()
+        with pytest.raises(CheckpointError, match=r"removed.*TM1177"), own_run_directory(tmp_path / "other"):
+            (tmp_path / "other" / LOCK_FILE).unlink()
+    assert (tmp_path / LOCK_FILE).read_text() == texts[0]
+
+
+def test_replaced_owner_publishes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new owner's unfinished checkpoint stays, and so does its record."""
+    directory, texts = tmp_path / "run", []
+    foreign = directory / "checkpoints/step-000009.partial/weights.safetensors"
+    prepare = run_directory.write_environment
+
+    def suspend(engine: Engine, folder: Path) -> None:
+        prepare(engine, folder)
+        foreign.parent.mkdir(parents=True)
+        foreign.touch()
+        texts.append(take_over(directory))
+
+    monkeypatch.setattr(run_directory, "write_environment", suspend)
+    with pytest.raises(CheckpointError, match=r"gpu-7.*TM1177"):
+        tm.train(tm.load("grpo-toy-flow", [f"output_dir={tmp_path}", "name=run", "steps=1", *SETTINGS]))
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-000009.partial"]
+    assert foreign.exists() and (directory / LOCK_FILE).read_text() == texts[0]
+
+
+def test_age_of_a_heartbeat_is_measured_by_the_clock_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of this machine is ten minutes ahead of, or behind, that of the file server."""
+    owner = {"host": "gpu-7", "pid": 7, "started": "2026-01-01T00:00:00+00:00", "machine": "another", "process": "x 1"}
+    now, file = time.time(), tmp_path / LOCK_FILE
+    for offset in (600, -600):
+        monkeypatch.setattr(run_lock.time, "time", lambda offset=offset: now + offset)
+        file.write_text(json.dumps(owner))
+        os.utime(file, (now - STALE_SECONDS + 60,) * 2)
+        with pytest.raises(ConfigError, match=r"sign of life is 6[0-9] s old.*TM1101"), own_run_directory(tmp_path):
+            pass
+        os.utime(file, (now - STALE_SECONDS - 60,) * 2)
+        with own_run_directory(tmp_path):
+            assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]

@@ -16,8 +16,10 @@ from .lab import Lab, attack, expect, train_arguments
 DECOYS = (
     "html", "sympy", "yaml", "rich", "typer", "PIL", "safetensors", "peft", "diffusers", "transformers", "numpy",
     "torchvision", "av", "antigravity", "sitecustomize", "usercustomize", "rapidocr", "datasets", "jinja2",
-    "accelerate",
+    "accelerate", "typing", "json", "torch",
 )  # fmt: skip
+# What the installed command is: a script whose own folder comes first on the path.
+CONSOLE_SCRIPT = "import sys\nfrom tastemaker.cli import main\nsys.exit(main())\n"
 
 
 @attack("code-in-working-directory", "no module beside you is imported, except one that a setting names", quick=True)
@@ -33,15 +35,23 @@ def plant_modules(lab: Lab) -> None:
     (reward / "darkness.py").write_text(
         "def darkness(images, prompts, **metadata):\n    return -images.mean((1, 2, 3))\n"
     )
-    commands = {
-        "list models": ["list", "models"],
-        "check": ["check", "grpo-toy-flow"],
-        "train": train_arguments(lab.folder, "run", 1),
-        "--help": ["--help"],
-    }
-    for name, command in list(commands.items())[: lab.count(4, 1)]:
-        with lab.attempt(name):
-            result = lab.run(*command, folder=here)
+    script = lab.folder / "bin/tastemaker"
+    script.parent.mkdir()
+    script.write_text(CONSOLE_SCRIPT)
+    listing, check = ["list", "models"], ["check", "grpo-toy-flow"]
+    # The default path of Python: no -P, which would keep the working directory out by itself.
+    starts: list[tuple[tuple[str, ...], list[str], dict[str, str]]] = [
+        (("-m", "tastemaker"), listing, {}),
+        (("-mtastemaker",), listing, {}),
+        ((str(script),), check, {}),
+        ((str(script),), train_arguments(lab.folder, "run", 1), {}),
+        (("-m", "tastemaker"), check, {}),
+        (("-um", "tastemaker"), ["--help"], {}),
+        (("-m", "tastemaker"), ["--help"], {"PYTHONSAFEPATH": "1"}),
+    ]
+    for launcher, command, environment in starts[: lab.count(7, 2)]:
+        with lab.attempt(" ".join([*launcher, *command[:2]])):
+            result = lab.run(*command, folder=here, launcher=launcher, safe_path=False, env=environment)
             imported = lab.folder / "imported"
             expect(not imported.exists(), f"imported {imported.read_text() if imported.exists() else ''}")
             result.expect_success()

@@ -35,16 +35,26 @@ def plant_picture_bombs(lab: Lab) -> None:
         "177 megapixels in a PNG": ("bomb.png", make_png(13312, 13312)),
         "a gigapixel in a PNG": ("giga.png", make_png(32768, 32768)),
         "500 frames of a megapixel in a GIF": ("frames.gif", make_gif(500, 1024)),
+        "240 frames of a megapixel in a GIF": ("below.gif", make_gif(240, 1000)),
+        "120 frames of a megapixel in a GIF": ("fits.gif", make_gif(120, 1000)),
         "half a PNG": ("half.png", make_png(1024, 1024)[:500]),
         "a PNG of 0 x 0": ("empty.png", make_png(0, 0)),
         "text": ("text.png", b"not a picture"),
     }
-    for name, (file, content) in list(bombs.items())[: lab.count(6, 1)]:
+    for name, (file, content) in list(bombs.items())[: lab.count(8, 1)]:
         with lab.attempt(f"{name} ({len(content) / 1000:.0f} kB)"):
             folder = lab.folder / Path(file).stem
             folder.mkdir()
             (folder / file).write_bytes(content)
             expect_bounded(lab.run("score", str(folder), "--reward", "brightness", memory=5.0))
+    sets = {"33 PNGs of 63 megapixels": ("many", 33, 7936), "300 frames of a megapixel": ("long.frames", 300, 1024)}
+    for name, (folder_name, count, side) in sets.items() if not lab.quick else ():
+        with lab.attempt(f"{name}, each within the limit"):
+            folder = lab.folder / folder_name
+            folder.mkdir()
+            for number in range(count):
+                (folder / f"{number:05d}.png").write_bytes(make_png(side, side))
+            expect_bounded(lab.run("score", str(folder), "--reward", "brightness", seconds=300, memory=6.0))
 
 
 def make_tar(path: Path, names: list[str]) -> None:

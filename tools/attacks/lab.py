@@ -185,6 +185,11 @@ class Lab:
         """Return the number of tries of a complete run or of a quick one."""
         return quick if self.quick else full
 
+    def skip(self, reason: str) -> None:
+        """Say in the table that the rest of an attack cannot be carried out on this machine."""
+        self.notes.append(f"rest skipped: {reason}")
+        self.report(f"    skipped the rest: {reason}")
+
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """Count one try, which is lost if a promise breaks within; processes that it started are ended."""
@@ -209,9 +214,14 @@ class Lab:
         memory: float = 4.0,
         file_bytes: int | None = None,
         launcher: Sequence[str] = (),
+        safe_path: bool = True,
         env: dict[str, str] | None = None,
     ) -> Process:
-        """Start `tastemaker ARGUMENTS`, with at most `memory` GiB of address space, as an installed command would."""
+        """Start `tastemaker ARGUMENTS` with at most `memory` GiB of address space.
+
+        `launcher` replaces `-m tastemaker`. Without `safe_path` Python searches its default path, which may begin with
+        the working directory.
+        """
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.tree),
@@ -219,7 +229,7 @@ class Lab:
             "COLUMNS": "400",
             **(env or {}),
         }
-        command = [sys.executable, "-P", *(launcher or ("-m", "tastemaker")), *arguments]
+        command = [sys.executable, *(("-P",) if safe_path else ()), *(launcher or ("-m", "tastemaker")), *arguments]
         process = Process(command, folder or self.folder, environment, memory, file_bytes)
         self.processes.append(process)
         return process

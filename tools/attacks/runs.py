@@ -197,6 +197,7 @@ def fill_the_disk(lab: Lab) -> None:
         disk = lab.folder / f"disk-{megabytes}"
         with mount_small_disk(disk, megabytes) as mounted:
             if not mounted:
+                lab.skip("no small disk can be mounted here")
                 return
             with lab.attempt(f"a disk of {megabytes} MB"):
                 directory = disk / "run"
@@ -213,7 +214,8 @@ def write_protect(lab: Lab) -> None:
     disk = lab.folder / "disk"
     with mount_small_disk(disk, 100) as mounted:
         if not mounted and os.geteuid() == 0:
-            return  # root ignores permissions
+            lab.skip("no disk can be mounted here, and root ignores permissions")
+            return
         directory = disk / "run"
         shutil.copytree(lab.copy_run("writable"), directory)
         remount(disk, "ro") if mounted else disk.chmod(0o555) or directory.chmod(0o555)
