@@ -144,7 +144,10 @@ def planned_step(recipe: str, chosen: Measured, options: argparse.Namespace) -> 
     if options.tiny:
         return {**key, "planned GiB": None, "PFLOP": None}
     if not options.planned:
-        estimate = estimate_resources(published_config(recipe, chosen, tiny=False))
+        config = published_config(recipe, chosen, tiny=False)
+        spec: Any = config.model
+        without_encoders = replace(config, model=replace(spec, embeddings=Path("embeddings")))  # as it is measured
+        estimate = estimate_resources(without_encoders)
         return {**key, "planned GiB": estimate.total / 2**30, "PFLOP": estimate.flops / 1e15}
     planned = json.loads(Path(options.planned).read_text(encoding="utf-8"))
     found = next((each for each in planned if each["section"] == recipe), None)

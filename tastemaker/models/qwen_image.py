@@ -18,7 +18,7 @@ from ..core.model_spec import PipelineLayout
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import keep_names
-from .component_configs import ComponentConfigs
+from .component_configs import QWEN25_VL_7B, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone
 from .latent_packing import move_padding_last, pack_latents, trim_padding, unpack_latents
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
@@ -43,6 +43,7 @@ CONFIGS: ComponentConfigs = {
         "axes_dims_rope": (16, 56, 56),
     },
     "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+    "text_encoder": QWEN25_VL_7B,
 }
 TINY_CONFIGS: ComponentConfigs = {
     "transformer": {

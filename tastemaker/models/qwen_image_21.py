@@ -19,7 +19,7 @@ from ..core.model_spec import PipelineLayout
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import keep_names
-from .component_configs import ComponentConfigs
+from .component_configs import QWEN3_VL_8B, ComponentConfigs
 from .image_backbone import ImageBackbone, predict_by_layout
 from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
@@ -42,6 +42,7 @@ CONFIGS: ComponentConfigs = {
         "axes_dims_rope": (16, 56, 56),
     },
     "vae": {"base_dim": 96, "decoder_base_dim": 144, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 4, 8, 8]},
+    "text_encoder": QWEN3_VL_8B,
 }
 TINY_CONFIGS: ComponentConfigs = {
     "transformer": {

@@ -74,6 +74,7 @@ SANA_1600M: ComponentConfigs = {
         "sample_size": 32,
     },
     "vae": DC_AE,
+    "text_encoder": {},  # Gemma 2 2B: the defaults of transformers
 }
 SPRINT_SETTINGS = {"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}
 SPRINT_1600M: ComponentConfigs = {
