@@ -24,7 +24,7 @@ from .video_backbone import (
     VideoSide,
     VideoTransformerSpec,
 )
-from .video_checkpoint_keys import ltx_layer_name, ltx_to_original
+from .video_checkpoint_keys import ltx_to_original
 
 COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8, patch_size=1)
 CONFIGS: ComponentConfigs = {
@@ -113,7 +113,7 @@ class LtxSpec(VideoTransformerSpec):
     backbone_class = LtxBackbone
     compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "LTXPipeline", "transformer", "lora_unet", ltx_to_original, comfyui_layer=ltx_layer_name
+        "LTXPipeline", "transformer", "lora_unet", ltx_to_original, comfyui_layer=str
     )
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from .video_backbone import (
     VideoTransformerSpec,
     latents_needed,
 )
-from .video_checkpoint_keys import ltx2_layer_name, ltx2_to_original
+from .video_checkpoint_keys import ltx2_to_original
 
 COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8, patch_size=1)
 AUDIO_LATENTS_PER_SECOND = 25  # 16 kHz, 160 samples per frame of the spectrogram, 4 frames per latent
@@ -225,7 +225,7 @@ class Ltx2Spec(VideoTransformerSpec):
     backbone_class = Ltx2Backbone
     compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "LTX2Pipeline", "transformer", "lora_unet", ltx2_to_original, comfyui_layer=ltx2_layer_name
+        "LTX2Pipeline", "transformer", "lora_unet", ltx2_to_original, comfyui_layer=str
     )
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ from .video_backbone import (
     encode_with_t5,
     latents_needed,
 )
-from .video_checkpoint_keys import wan_layer_name, wan_to_original
+from .video_checkpoint_keys import wan_to_original
 
 TEMPORAL_RATIO = 4  # frames per latent, after the first
 EXPERT_PREFIXES = (("transformer", "high."), ("transformer_2", "low."))  # components of 2.2, and their keys' prefixes
@@ -273,7 +273,7 @@ class WanSpec(VideoTransformerSpec):
             "transformer",
             "lora_unet",
             wan_to_original,
-            comfyui_layer=wan_layer_name,
+            comfyui_layer=str,
             component_prefixes=prefixes,
         )
 
