@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import MISTRAL_SMALL, QWEN3_4B, QWEN3_8B, TINY_QWEN3, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae, ImageBackbone, condition_image_key, read_condition_image
 from .language_encoders import LanguageModelEncoder, Message, load_decoder, user_message
 from .latent_packing import patchify, unpatchify
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pretrained import WeightsSource
 
 Side = Annotated[int, Field(ge=16, le=4096, multiple_of=16)]
 LATENT_CHANNELS = 128  # 2x2 latents of 32 channels, each of 8x8 pixels
@@ -162,11 +162,8 @@ class Flux2Backbone(ImageBackbone):
     def __init__(self, spec: Flux2Spec, placement: Placement) -> None:
         from diffusers import Flux2Transformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            shapes = components.tensor_shapes("transformer", Flux2Transformer2DModel)
-            tensors = from_original(read_single_file(spec.transformer, DEV), shapes)
-        self.net: Any = components.load_trainable("transformer", Flux2Transformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net: Any = components.load_transformer(Flux2Transformer2DModel, spec.transformer, to_diffusers_keys)
         self.autoencoder = load_patch_vae(components, spec.checkpoint_decoder)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.guidance_embeds = bool(components.config("transformer").get("guidance_embeds", True))
@@ -240,7 +237,7 @@ def source_images(image: object) -> tuple[object, ...]:
     return tuple(image) if isinstance(image, list | tuple) else (image,)
 
 
-def from_original(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> Tensors:
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
     """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if "final_layer.adaLN_modulation.1.weight" not in tensors:
         return tensors

@@ -15,18 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import ModelSpec, Tensors
 from ..core.policy import Process
 from ..core.registry import ConfigError
 from ..core.safe_files import read_json_object
 from ..core.types import Placement
 from ..data.embedding_store import fingerprint_file
 from ..processes.gaussian import GaussianProcess
+from .checkpoint_keys import TensorShapes
 from .component_configs import ComponentConfigs
 from .deferred_loading import defer_weights, open_folder
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
-from .pretrained import PIPELINE_INDEX, WeightsSource, detect_weight_format, find_weights, silence_libraries
+from .pretrained import (
+    PIPELINE_INDEX,
+    WeightsSource,
+    detect_weight_format,
+    find_weights,
+    read_single_file,
+    silence_libraries,
+)
 from .sentencepiece_tokenizer import load_t5_tokenizer, needs_conversion
 from .text_encoders import ByteTokenizer, CachedTextEncoder, TextEncoder, TextEncoders
 
@@ -148,7 +156,7 @@ class PipelineComponents:
                 f"model.weights: {self.path} is a file; give a folder in diffusers' layout, such as {source.hub}, "
                 "and set model.transformer or model.unet to the file of the network [TM497]"
             )
-        self.placement, self.seed = placement, seed
+        self.source, self.placement, self.seed = source, placement, seed
         self.configs = tiny_configs
         if self.full_size:
             known, hub = published_configs or {}, hub or source.hub
@@ -183,6 +191,24 @@ class PipelineComponents:
     def tensor_shapes(self, component: str, network_class: Any) -> dict[str, torch.Size]:
         """Return the shapes of a diffusers network's state dict, without allocating its weights."""
         return {key: x.shape for key, x in self._build_empty(component, network_class).state_dict().items()}
+
+    def load_transformer(
+        self,
+        network_class: Any,
+        file: str | None = None,
+        to_diffusers_keys: Callable[[Tensors, TensorShapes], Tensors] | None = None,
+        component: str = "transformer",
+    ) -> nn.Module:
+        """Load the transformer to be trained: that of the folder, or with the tensors of a single file.
+
+        `to_diffusers_keys` renames the file's tensors, given the shapes of the network; without it, names are kept.
+        """
+        if file is None:
+            return self.load_trainable(component, network_class)
+        tensors = read_single_file(file, self.source)
+        if to_diffusers_keys is not None:
+            tensors = to_diffusers_keys(tensors, self.tensor_shapes(component, network_class))
+        return self.load_trainable(component, network_class, tensors)
 
     def load_trainable(
         self, component: str, network_class: Any, tensors: Mapping[str, Tensor] | None = None

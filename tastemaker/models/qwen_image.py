@@ -22,7 +22,7 @@ from .component_configs import QWEN25_VL_7B, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone
 from .latent_packing import move_padding_last, pack_latents, trim_padding, unpack_latents
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pretrained import WeightsSource
 from .text_encoders import TextEncoder, TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
@@ -147,8 +147,7 @@ class QwenImageBackbone(ImageBackbone):
         from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
         components = spec.components(placement)
-        tensors = None if spec.transformer is None else read_single_file(spec.transformer, SOURCE)
-        net: Any = components.load_trainable("transformer", QwenImageTransformer2DModel, tensors)
+        net: Any = components.load_transformer(QwenImageTransformer2DModel, spec.transformer)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}."
         # Nothing reads the text tokens that leave the last block.
         layers = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")

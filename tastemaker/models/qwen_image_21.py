@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -15,18 +16,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.model_spec import PipelineLayout
+from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import keep_names
+from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, rename_and_concat, split_and_rename
 from .component_configs import QWEN3_VL_8B, ComponentConfigs
 from .image_backbone import ImageBackbone, predict_by_layout
 from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=32)]
 LATENT_CHANNELS, PIXELS_PER_LATENT = 64, 16
+HALVES = ("gate_layer", "proj")  # layers of the gated MLP, in the order of ComfyUI's fused layer
 TOKENS_PER_SLOT = 4  # image tokens that one place of the text encoder stands for
 SYSTEM_TURN = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 TEMPLATE = SYSTEM_TURN + "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -84,6 +86,15 @@ TINY_CONFIGS: ComponentConfigs = {
 }
 SOURCE = WeightsSource("Qwen/Qwen-Image-2.1", size="about 32 GB", license="Qwen Research License Agreement")
 QWEN_IMAGE_21 = PublishedModel("qwen_image_21", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+KEY_RULES: KeyRules = (  # of ComfyUI, which fuses the halves of a gated layer
+    *((rf"transformer_blocks\.(\d+)\.img_mlp\.{half}\.", r"transformer_blocks.\1.img_mlp.gate_up.") for half in HALVES),
+    KEEP_OTHER_NAMES,
+)
+
+
+def qwen_image_21_to_comfyui(tensors: Tensors, config: Any) -> Tensors:
+    """Rename a transformer's tensors as ComfyUI does."""
+    return rename_and_concat(tensors, KEY_RULES)
 
 
 class TransparentVae:
@@ -154,8 +165,8 @@ class QwenImage21Backbone(ImageBackbone):
         from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 
         components = spec.components(placement)
-        tensors = None if spec.transformer is None else read_single_file(spec.transformer, SOURCE)
-        self.net = components.load_trainable("transformer", QwenImage21Transformer2DModel, tensors)
+        to_diffusers_keys = partial(split_and_rename, rules=KEY_RULES)
+        self.net = components.load_transformer(QwenImage21Transformer2DModel, spec.transformer, to_diffusers_keys)
         vae = components.load_vae("vae", AutoencoderKLQwenImage21, gradient_checkpointing=False, is_video=True)
         net = TransparentVae(vae.net, spec.checkpoint_decoder)
         self.autoencoder = replace(vae, net=net, downsample_factor=PIXELS_PER_LATENT)
@@ -199,7 +210,7 @@ class QwenImage21Spec(ImageSpec):
     """Qwen-Image 2.1, text-to-image: a flow whose timestep shift depends on the image size, without guidance."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
-    transformer: str | None = None  # file with other weights of the network
+    transformer: str | None = None  # file with other weights of the network, with diffusers' or ComfyUI's keys
     height: Side = 2048
     width: Side = 2048
     max_text_tokens: Annotated[int, Field(ge=1, le=4096)] = 1024  # maximum sequence length of prompts
@@ -208,7 +219,9 @@ class QwenImage21Spec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = QWEN_IMAGE_21
-    layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImage21Pipeline", "transformer", "", keep_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "QwenImage21Pipeline", "transformer", "lora_unet", qwen_image_21_to_comfyui, comfyui_layer=str
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -21,11 +21,11 @@ from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
 from ..processes.paths import trigflow_angle
-from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename
 from .component_configs import ComponentConfigs
 from .image_backbone import ImageBackbone, cast_to_network_dtype
 from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=32)]
@@ -252,11 +252,8 @@ class SanaBackbone(ImageBackbone):
     def __init__(self, spec: SanaSpec, placement: Placement) -> None:
         from diffusers import AutoencoderDC, SanaTransformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            file = read_single_file(spec.transformer, spec.published.releases[0])
-            tensors = to_diffusers_keys(file, components)
-        self.net = components.load_trainable("transformer", SanaTransformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net = components.load_transformer(SanaTransformer2DModel, spec.transformer, to_diffusers_keys)
         vae = components.load_vae("vae", AutoencoderDC, gradient_checkpointing=False)
         net = DeepCompressionVae(vae.net, spec.checkpoint_decoder)
         self.autoencoder = replace(vae, net=net, downsample_factor=PIXELS_PER_LATENT)
@@ -290,14 +287,12 @@ class SanaBackbone(ImageBackbone):
         return output
 
 
-def to_diffusers_keys(tensors: Tensors, components: PipelineComponents) -> Tensors:
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
     """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if not any(key.startswith("blocks.") for key in tensors):
         return tensors
-    from diffusers import SanaTransformer2DModel
-
     read = {key: x for key, x in tensors.items() if not key.startswith(UNREAD_KEYS)}
-    return split_and_rename(read, components.tensor_shapes("transformer", SanaTransformer2DModel), KEY_RULES)
+    return split_and_rename(read, shapes, KEY_RULES)
 
 
 class SanaSprintBackbone(SanaBackbone):

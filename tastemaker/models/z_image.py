@@ -14,12 +14,12 @@ from torch import Tensor
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, rename_and_concat, split_and_rename
+from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, TensorShapes, rename_and_concat, split_and_rename
 from .component_configs import QWEN3_4B, TINY_QWEN3, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
 from .language_encoders import LanguageModelEncoder, load_decoder
 from .pipeline_components import TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pretrained import WeightsSource
 
 Side = Annotated[int, Field(ge=16, le=4096, multiple_of=16)]
 CONFIGS: ComponentConfigs = {
@@ -57,6 +57,12 @@ KEY_RULES: KeyRules = (
 )
 
 
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+    """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
+    renamed = split_and_rename(tensors, shapes, KEY_RULES)
+    return {key: x for key, x in renamed.items() if key != "norm_final.weight"}  # which no forward pass reads
+
+
 class ZImageBackbone(ImageBackbone):
     """Denoises latents [1, 16, h, w] of any size. The network's time runs from noise (0) to clean (1), ours back."""
 
@@ -72,12 +78,8 @@ class ZImageBackbone(ImageBackbone):
     def __init__(self, spec: ZImageSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, ZImageTransformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            shapes = components.tensor_shapes("transformer", ZImageTransformer2DModel)
-            tensors = split_and_rename(read_single_file(spec.transformer, BASE), shapes, KEY_RULES)
-            tensors.pop("norm_final.weight", None)  # in the authors' file, but in no forward pass
-        self.net: Any = components.load_trainable("transformer", ZImageTransformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net: Any = components.load_transformer(ZImageTransformer2DModel, spec.transformer, to_diffusers_keys)
         self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)

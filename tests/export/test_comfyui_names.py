@@ -81,6 +81,10 @@ AUTHORS: dict[str, tuple[Convert | None, str]] = {
         "transformer_blocks_1_audio_to_video_attn_to_q",
     ),
     "qwen_image": (dict, "transformer_blocks_0_attn_add_q_proj"),
+    "qwen_image_21": (
+        single_file_utils.convert_qwen_image21_transformer_checkpoint_to_diffusers,
+        "transformer_blocks_0_img_mlp_gate_up",
+    ),
     "mochi": (None, "blocks_0_attn_qkv_x"),
     "hunyuanvideo": (None, "single_blocks_0_linear1"),
 }
