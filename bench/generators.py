@@ -30,7 +30,7 @@ from tastemaker.config.build import make_tiny
 from tastemaker.config.load import load
 from tastemaker.config.schema import BatchConfig, RewardConfig, RunConfig
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
-from tastemaker.diagnostics.fake_backbones import conditioning_shapes
+from tastemaker.diagnostics.fake_backbones import SINGLE_FILES, conditioning_shapes
 from tastemaker.diagnostics.plan import estimate_resources
 from tastemaker.rewards.hps import HpsReward
 
@@ -94,7 +94,7 @@ def with_random_weights(config: RunConfig, folder: Path) -> RunConfig:
     spec: Any = config.model
     configs = spec.published.configs
     hub = spec.weights if spec.weights in configs else spec.published.releases[0].hub
-    parts = {f.name: None for f in fields(spec) if f.name in ("transformer", "unet")}
+    parts = {f.name: None for f in fields(spec) if f.name in SINGLE_FILES}
     texts = [prompt for prompts, _ in read_prompts(config) for prompt in prompts]
     texts += ["", *([config.guidance.negative_prompt] if config.guidance else [])]
     texts = list(dict.fromkeys(texts))

@@ -58,6 +58,7 @@ from .fake_token_backbones import ConditioningSpec, load_janus, load_llamagen
 
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
 CLIP_TEXT_TOKENS = 77
+SINGLE_FILES = ("transformer", "transformer_2", "unet")  # settings of specs
 TEXT_MASKS = ("attention_mask", "glyph_mask")  # which text tokens are not padding
 ConditioningShapes = dict[str, tuple[int, ...]]
 
@@ -210,7 +211,7 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
         )
     configs, settings = spec.published.configs, cast(Any, spec)  # a dataclass, which its base class is not
     hub = spec.weights if spec.weights in configs else spec.published.releases[0].hub
-    parts = {f.name: None for f in fields(settings) if f.name in ("transformer", "unet")}
+    parts = {f.name: None for f in fields(settings) if f.name in SINGLE_FILES}
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
     if isinstance(backbone.net, NoiseLevelExperts):
         backbone.net.__class__ = FakeExperts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Protocol, Self, cast
 
@@ -13,9 +13,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..core.model_spec import Tensors
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
+from .checkpoint_keys import TensorShapes
 from .decoder_tiles import decode_in_tiles, decode_in_time_tiles
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
 from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
@@ -147,6 +149,7 @@ class VideoTransformerSpec(VideoSpec):
     """Settings of a text-to-video transformer."""
 
     backbone_class: ClassVar[type[VideoBackbone]]
+    transformer: str | None = None  # single file of the network, of models that have this setting
     checkpoint_decoder: bool
     decode_tile_size: int | None
     max_text_tokens: int
@@ -177,8 +180,10 @@ class VideoTransformerSpec(VideoSpec):
         return self.backbone_class(self, placement)
 
     def tiny(self) -> Self:
-        settings = {"frames": 1 + self.compression.chunk_frames, "max_text_tokens": min(self.max_text_tokens, 16)}
-        small: Self = replace(cast(Any, self), weights=TINY, height=32, width=32, embeddings=None, **settings)
+        spec, tokens = cast(Any, self), min(self.max_text_tokens, 16)
+        settings: dict[str, Any] = {"frames": 1 + self.compression.chunk_frames, "max_text_tokens": tokens}
+        settings |= {f.name: None for f in fields(spec) if f.name.startswith("transformer")}
+        small: Self = replace(spec, weights=TINY, height=32, width=32, embeddings=None, **settings)
         return small
 
 
@@ -211,7 +216,13 @@ class VideoBackbone(TextConditionedBackbone):
         """Load the transformer."""
         import diffusers
 
-        return components.load_trainable("transformer", getattr(diffusers, self.network_class))
+        network_class = getattr(diffusers, self.network_class)
+        return components.load_transformer(network_class, self.spec.transformer, self.to_diffusers_keys)
+
+    @staticmethod
+    def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+        """Rename the tensors of a single file to diffusers' keys."""
+        return tensors
 
     def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:
         """Load the VAE."""
