@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..core.model_spec import PipelineLayout, Tensors
+from ..core.safe_files import read_json_object
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
@@ -21,8 +22,8 @@ from .component_configs import MISTRAL_SMALL, QWEN3_4B, QWEN3_8B, TINY_QWEN3, TI
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae, ImageBackbone, condition_image_key, read_condition_image
 from .language_encoders import LanguageModelEncoder, Message, load_decoder, user_message
 from .latent_packing import patchify, unpatchify
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource
+from .pipeline_components import JOINT_ATTENTION_LAYERS, RANDOM, TINY, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource, find_cached
 
 Side = Annotated[int, Field(ge=16, le=4096, multiple_of=16)]
 LATENT_CHANNELS = 128  # 2x2 latents of 32 channels, each of 8x8 pixels
@@ -230,6 +231,19 @@ class Flux2Backbone(ImageBackbone):
         return other
 
 
+def reads_guidance(weights: str) -> bool:
+    """Whether the network of a hub id or folder has distilled guidance as an input: dev and versions of it."""
+    if any(weights in (source.hub, f"{RANDOM}:{source.hub}") for source in FLUX2.releases):
+        return weights.endswith(DEV.hub)
+    folder = Path(weights).expanduser()
+    path = folder if folder.is_dir() else find_cached(WeightsSource(weights))
+    try:
+        config = None if path is None else read_json_object(path / "transformer" / "config.json")
+    except (OSError, ValueError):
+        config = None
+    return config is not None and bool(config.get("guidance_embeds", True))
+
+
 def source_images(image: object) -> tuple[object, ...]:
     """Return the images of a prompt's metadata `image`: none, one, or several in a list."""
     if image is None:
@@ -279,7 +293,7 @@ class Flux2Spec(ImageSpec):
 
     @property
     def layout(self) -> PipelineLayout:
-        pipeline = "Flux2Pipeline" if self.weights == DEV.hub else "Flux2KleinPipeline"
+        pipeline = "Flux2Pipeline" if reads_guidance(self.weights) else "Flux2KleinPipeline"
         return PipelineLayout(pipeline, "transformer", "lora_transformer", to_original)
 
     @property
