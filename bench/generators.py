@@ -30,8 +30,9 @@ from tastemaker.config.build import make_tiny
 from tastemaker.config.load import load
 from tastemaker.config.schema import BatchConfig, RewardConfig, RunConfig
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
-from tastemaker.diagnostics.fake_backbones import SINGLE_FILES, conditioning_shapes
+from tastemaker.diagnostics.fake_backbones import conditioning_shapes
 from tastemaker.diagnostics.plan import estimate_resources
+from tastemaker.models.pipeline_components import SINGLE_FILES
 from tastemaker.rewards.hps import HpsReward
 
 SECONDS = 300.0  # after which a recipe is stopped

@@ -43,7 +43,7 @@ from ..models.mochi import MochiSpec
 from ..models.nets.magvit import Magvit
 from ..models.opensora.components import T5
 from ..models.opensora.model import OpenSoraBackbone, OpenSoraSpec
-from ..models.pipeline_components import RANDOM, PipelineComponents, PublishedSpec
+from ..models.pipeline_components import RANDOM, SINGLE_FILES, PipelineComponents, PublishedSpec
 from ..models.pretrained import WeightsSource, find_cached
 from ..models.pretrained_autoencoder import load_vae
 from ..models.qwen_image_21 import QwenImage21Spec
@@ -58,7 +58,6 @@ from .fake_token_backbones import ConditioningSpec, load_janus, load_llamagen
 
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
 CLIP_TEXT_TOKENS = 77
-SINGLE_FILES = ("transformer", "transformer_2", "unet")  # settings of specs
 TEXT_MASKS = ("attention_mask", "glyph_mask")  # which text tokens are not padding
 ConditioningShapes = dict[str, tuple[int, ...]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_an
 from .component_configs import CLIP_L, T5_XXL, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
 from .latent_packing import latent_image_ids, pack_latents, unpack_latents
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
+from .pipeline_components import JOINT_ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
 
@@ -224,6 +224,7 @@ class FluxSpec(ImageSpec):
     latent_channels = LATENT_CHANNELS
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = FLUX
+    backbone_class: ClassVar[Callable[..., FluxBackbone]] = FluxBackbone
     text_encoders = ("text_encoder", "text_encoder_2")
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "FluxPipeline", "transformer", "lora_transformer", flux_to_original, "flux"
@@ -231,9 +232,3 @@ class FluxSpec(ImageSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> FluxPromptEncoder:
         return FluxPromptEncoder(components, self.max_text_tokens)
-
-    def load(self, placement: Placement) -> FluxBackbone:
-        return FluxBackbone(self, placement)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

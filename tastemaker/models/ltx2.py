@@ -231,6 +231,7 @@ class Ltx2Spec(VideoTransformerSpec):
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = LTX2
     backbone_class = Ltx2Backbone
+    tiny_side = 64  # the decoder's reflections need two latents per side
     compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "LTX2Pipeline", "transformer", "lora_unet", ltx2_to_original, comfyui_layer=str
@@ -258,9 +259,6 @@ class Ltx2Spec(VideoTransformerSpec):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.video_tokens + self.audio_tokens, COMPRESSION.channels
-
-    def tiny(self) -> Ltx2Spec:
-        return replace(super().tiny(), height=64, width=64)  # the decoder's reflections need two latents per side
 
     @property
     def decode_tile_latents(self) -> int | None:

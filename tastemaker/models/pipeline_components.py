@@ -7,16 +7,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..core.model_spec import ModelSpec, Tensors
-from ..core.policy import Process
+from ..core.policy import Backbone, Process
 from ..core.registry import ConfigError
 from ..core.safe_files import read_json_object
 from ..core.types import Placement
@@ -40,6 +40,7 @@ from .text_encoders import ByteTokenizer, CachedTextEncoder, TextEncoder, TextEn
 
 TINY = "tiny"  # `weights: tiny`: small random networks, for tests
 RANDOM = "random"  # `weights: random` or `random:HUB_ID`: random networks of the published size, to measure speed
+SINGLE_FILES = ("transformer", "transformer_2", "unet")  # settings that replace a network by that of a file
 ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")  # default LoRA targets of most published generators
 JOINT_ATTENTION_LAYERS = (*ATTENTION_LAYERS, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # of MM-DiT blocks
 
@@ -75,6 +76,18 @@ class PublishedSpec(ModelSpec):
     weights: str
     embeddings: Path | None
     seed: int
+    tiny_side: ClassVar[int] = 32  # pixels of samples of the small random version
+    tiny_text_tokens: ClassVar[int] = 16
+
+    def tiny(self) -> Self:
+        spec = cast(Any, self)  # a dataclass, which this base class is not
+        names = {f.name for f in fields(spec)}
+        settings: dict[str, Any] = dict.fromkeys(names.intersection(SINGLE_FILES))
+        if "max_text_tokens" in names:
+            settings["max_text_tokens"] = min(spec.max_text_tokens, self.tiny_text_tokens)
+        side = self.tiny_side
+        small: Self = replace(spec, weights=TINY, height=side, width=side, embeddings=None, **settings)
+        return small
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
@@ -114,16 +127,21 @@ class PublishedSpec(ModelSpec):
 
 
 class ImageSpec(PublishedSpec):
-    """Settings of a published image generator; each latent covers 8x8 pixels."""
+    """Settings of a published image generator."""
 
     frames: ClassVar[int] = 1
     latent_channels: ClassVar[int]
+    pixels_per_latent: ClassVar[int] = DOWNSAMPLE_FACTOR  # and side
+    backbone_class: ClassVar[Callable[..., Backbone]]
     height: int
     width: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return 1, self.latent_channels, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
+        return 1, self.latent_channels, self.height // self.pixels_per_latent, self.width // self.pixels_per_latent
+
+    def load(self, placement: Placement) -> Backbone:
+        return self.backbone_class(self, placement)
 
 
 def weight_sources(name: str, *known: WeightsSource) -> tuple[WeightsSource, ...]:

@@ -5,7 +5,7 @@ Sprint is distilled to one to four steps by continuous-time consistency: its gui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..core.distributions import expand_dims_like
 from ..core.model_spec import PipelineLayout, Tensors
@@ -23,8 +22,8 @@ from ..core.weights import NetworkTraits
 from ..processes.paths import trigflow_angle
 from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename
 from .component_configs import ComponentConfigs
-from .image_backbone import ImageBackbone, cast_to_network_dtype
-from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
+from .image_backbone import ImageBackbone, VaeAdapter, cast_to_network_dtype
+from .pipeline_components import ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
 
@@ -180,14 +179,8 @@ class DeterministicLatents:
         return self.latents
 
 
-class DeepCompressionVae:
+class DeepCompressionVae(VaeAdapter):
     """DC-AE with gradient checkpointing of its decoder, block by block: diffusers' network has none."""
-
-    def __init__(self, net: Any, checkpoint_decoder: bool) -> None:
-        self.net, self.dtype, self.checkpoint_decoder = net, net.dtype, checkpoint_decoder
-
-    def parameters(self) -> Any:
-        return self.net.parameters()
 
     def encode(self, pixels: Tensor) -> DeterministicLatents:
         return DeterministicLatents(self.net.encode(pixels).latent)
@@ -199,9 +192,7 @@ class DeepCompressionVae:
         decoder = self.net.decoder
         repeated = latents.repeat_interleave(decoder.in_shortcut_repeats, 1) if decoder.in_shortcut else 0
         x = decoder.conv_in(latents) + repeated
-        for stage in reversed(decoder.up_blocks):
-            for block in stage:
-                x = checkpoint(block, x, use_reentrant=False)
+        x = self.run_stages(x, [block for stage in reversed(decoder.up_blocks) for block in stage])
         x = decoder.conv_act(decoder.norm_out(x.movedim(1, -1)).movedim(-1, 1))
         return (decoder.conv_out(x),)
 
@@ -331,26 +322,15 @@ class SanaSpec(ImageSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, block by block
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    latent_channels = LATENT_CHANNELS
+    latent_channels, pixels_per_latent = LATENT_CHANNELS, PIXELS_PER_LATENT
+    backbone_class: ClassVar[Callable[..., SanaBackbone]] = SanaBackbone
+    tiny_side = 64
     negative_mark: ClassVar[str] = NEGATIVE_MARK
     published: ClassVar[PublishedModel] = SANA
     layout: ClassVar[PipelineLayout] = PipelineLayout("SanaPipeline", "transformer", "", sana_to_original)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return 1, LATENT_CHANNELS, self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
-
     def load_text_encoders(self, components: PipelineComponents) -> SanaPromptEncoder:
         return SanaPromptEncoder(components, self.max_text_tokens)
-
-    def load(self, placement: Placement) -> SanaBackbone:
-        return SanaBackbone(self, placement)
-
-    def tiny(self) -> Self:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(
-            self, weights=TINY, transformer=None, height=64, width=64, max_text_tokens=tokens, embeddings=None
-        )
 
 
 @dataclass(frozen=True)
@@ -359,8 +339,6 @@ class SanaSprintSpec(SanaSpec):
 
     weights: str = SPRINT_SOURCE.hub  # hub id, or folder in diffusers' layout
     guidance_scale: float = 4.5  # distilled guidance, an input of the network
+    backbone_class = SanaSprintBackbone
     published: ClassVar[PublishedModel] = SPRINT
     layout: ClassVar[PipelineLayout] = PipelineLayout("SanaSprintPipeline", "transformer", "", sana_to_original)
-
-    def load(self, placement: Placement) -> SanaSprintBackbone:
-        return SanaSprintBackbone(self, placement)

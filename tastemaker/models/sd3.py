@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -19,7 +19,7 @@ from ..core.weights import NetworkTraits
 from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_G, CLIP_L, T5_XXL, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone, cast_to_network_dtype
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
+from .pipeline_components import JOINT_ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
 from .text_encoders import TextEncoder, TextEncoders
 
@@ -244,6 +244,7 @@ class Sd3Spec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = SD3
+    backbone_class = Sd3Backbone
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     embedding_settings = {"max_text_tokens": "max_text_tokens", "t5": "use_t5"}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
@@ -252,12 +253,3 @@ class Sd3Spec(ImageSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> Sd3PromptEncoder:
         return Sd3PromptEncoder(components, self)
-
-    def load(self, placement: Placement) -> Sd3Backbone:
-        return Sd3Backbone(self, placement)
-
-    def tiny(self) -> Sd3Spec:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(
-            self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=tokens, embeddings=None
-        )

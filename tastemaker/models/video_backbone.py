@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Protocol, Self, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..core.model_spec import Tensors
 from ..core.registry import ConfigError
@@ -20,7 +19,7 @@ from ..core.weights import NetworkTraits
 from .checkpoint_keys import TensorShapes
 from .decoder_tiles import decode_in_tiles, decode_in_time_tiles
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
-from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
+from .pipeline_components import ATTENTION_LAYERS, PipelineComponents, PublishedSpec
 from .text_encoders import TextEncoder, TextEncoders, disable_autocast
 
 VideoSide = Annotated[int, Field(ge=16, le=4096)]
@@ -87,11 +86,6 @@ class FrozenVideoVae:
         with disable_autocast(raw):
             pixels = decode_in_tiles(decode_tile, raw, self.tile).float()
         return (pixels / 2 + 0.5).clamp(0, 1).transpose(1, 2)
-
-
-def checkpoint_if(function: Callable[..., Any], enabled: bool, *args: Any) -> Any:
-    """Call a function, with activation checkpointing if it is enabled and gradients are computed."""
-    return checkpoint(function, *args, use_reentrant=False) if enabled and torch.is_grad_enabled() else function(*args)
 
 
 def latents_needed(frames: Sequence[int], temporal_ratio: int) -> int:
@@ -180,10 +174,7 @@ class VideoTransformerSpec(VideoSpec):
         return self.backbone_class(self, placement)
 
     def tiny(self) -> Self:
-        spec, tokens = cast(Any, self), min(self.max_text_tokens, 16)
-        settings: dict[str, Any] = {"frames": 1 + self.compression.chunk_frames, "max_text_tokens": tokens}
-        settings |= {f.name: None for f in fields(spec) if f.name.startswith("transformer")}
-        small: Self = replace(spec, weights=TINY, height=32, width=32, embeddings=None, **settings)
+        small: Self = replace(cast(Any, super().tiny()), frames=1 + self.compression.chunk_frames)
         return small
 
 

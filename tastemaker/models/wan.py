@@ -17,6 +17,7 @@ from ..core.registry import ConfigError
 from ..core.types import Placement
 from .checkpoint_keys import TensorShapes, split_and_rename
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
+from .image_backbone import checkpoint_if
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
@@ -30,7 +31,6 @@ from .video_backbone import (
     VideoCompression,
     VideoSide,
     VideoTransformerSpec,
-    checkpoint_if,
     encode_with_t5,
     latents_needed,
 )
