@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Placement
-from .checkpoint_keys import TensorShapes, split_and_rename
+from .checkpoint_keys import TensorShapes
 from .component_configs import ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -151,6 +151,7 @@ class Ltx2Backbone(VideoBackbone):
     """
 
     network_class, vae_class = "LTX2VideoTransformer3DModel", "AutoencoderKLLTX2Video"
+    key_rules = LTX2_RULES
     spec: Ltx2Spec
 
     def __init__(self, spec: Ltx2Spec, placement: Placement) -> None:
@@ -190,10 +191,9 @@ class Ltx2Backbone(VideoBackbone):
         video = x[:, : self.spec.video_tokens].view(len(x), latents, height, width, channels)
         return super().decode(video.movedim(-1, 2), frames)
 
-    @staticmethod
-    def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+    def to_diffusers_keys(self, tensors: Tensors, shapes: TensorShapes) -> Tensors:
         network = {key: x for key, x in tensors.items() if not key.startswith(CONNECTORS)}
-        return split_and_rename(network, shapes, LTX2_RULES)
+        return super().to_diffusers_keys(network, shapes)
 
     @staticmethod
     def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:

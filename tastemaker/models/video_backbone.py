@@ -16,7 +16,7 @@ from ..core.model_spec import Tensors
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import TensorShapes
+from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, TensorShapes, split_and_rename
 from .decoder_tiles import decode_in_tiles, decode_in_time_tiles
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
 from .pipeline_components import ATTENTION_LAYERS, PipelineComponents, PublishedSpec
@@ -186,6 +186,7 @@ class VideoBackbone(TextConditionedBackbone):
 
     network_class: ClassVar[str]  # of diffusers
     vae_class: ClassVar[str]  # of diffusers
+    key_rules: ClassVar[KeyRules] = (KEEP_OTHER_NAMES,)  # the authors' names in single files
     spec: VideoTransformerSpec
 
     def __init__(self, spec: VideoTransformerSpec, placement: Placement) -> None:
@@ -210,10 +211,9 @@ class VideoBackbone(TextConditionedBackbone):
         network_class = getattr(diffusers, self.network_class)
         return components.load_transformer(network_class, self.spec.transformer, self.to_diffusers_keys)
 
-    @staticmethod
-    def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+    def to_diffusers_keys(self, tensors: Tensors, shapes: TensorShapes) -> Tensors:
         """Rename the tensors of a single file to diffusers' keys."""
-        return tensors
+        return split_and_rename(tensors, shapes, self.key_rules)
 
     def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:
         """Load the VAE."""

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.model_spec import PipelineLayout, Tensors
+from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from .checkpoint_keys import TensorShapes, split_and_rename
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
 from .image_backbone import checkpoint_if
 from .pipeline_components import PipelineComponents, PublishedModel
@@ -152,6 +151,7 @@ def clean_prompt(text: str) -> str:
 class WanBackbone(VideoBackbone):
     """Predicts the velocity noise - clean of latents, with one transformer or two that take turns."""
 
+    key_rules = WAN_RULES
     spec: WanSpec
 
     def __init__(self, spec: WanSpec, placement: Placement) -> None:
@@ -183,10 +183,6 @@ class WanBackbone(VideoBackbone):
                 "between them is needed; set model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B) [TM543]"
             )
         return first
-
-    @staticmethod
-    def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
-        return split_and_rename(tensors, shapes, WAN_RULES)
 
     def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:
         """Load the VAE; refuse one of another size before its latents meet a network that cannot read them."""

@@ -23,18 +23,20 @@ Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 CONVERTERS: dict[str, Convert] = {
     "wan": single_file_utils.convert_wan_transformer_to_diffusers,
     "wan_i2v": single_file_utils.convert_wan_transformer_to_diffusers,
+    "ltx": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     "ltx2": single_file_utils.convert_ltx2_transformer_to_diffusers,
     "qwen_image_21": single_file_utils.convert_qwen_image21_transformer_checkpoint_to_diffusers,
 }
 NETWORK = "model.diffusion_model."
 BESIDE = {  # what published files hold beside the network
+    "ltx": {"vae.decoder.conv_in.conv.weight": torch.zeros(1)},
     "ltx2": {
         "vae.decoder.conv_in.conv.weight": torch.zeros(1),
         "vocoder.ups.0.weight": torch.zeros(1),
         "text_embedding_projection.aggregate_embed.weight": torch.zeros(1),
         f"{NETWORK}video_embeddings_connector.learnable_registers": torch.zeros(1),
         f"{NETWORK}audio_embeddings_connector.learnable_registers": torch.zeros(1),
-    }
+    },
 }
 
 
