@@ -293,13 +293,12 @@ def lent_encoders(spec: Any, backbone: Any, dtype: torch.dtype, trained: Collect
     the GPU.
     """
     from transformers import PreTrainedModel, T5EncoderModel
-    from transformers.initialization import no_init_weights
 
-    encoders: list[Any] = [net for net in held_modules(backbone) if isinstance(net, PreTrainedModel)]
+    encoders: list[nn.Module] = [net for net in held_modules(backbone) if isinstance(net, PreTrainedModel)]
     if trained or getattr(spec, "embeddings", None) is not None:
         return [net for net in encoders if net not in trained]
     prompt_encoder = getattr(backbone, "prompt_encoder", None)
-    with no_init_weights():  # some initializers need numbers, which fake tensors do not have
+    with uninitialized_encoders():
         if isinstance(prompt_encoder, CachedTextEncoder):
             encoders += [encoder.net for encoder in prompt_encoder.encoders.text_encoders]
         elif isinstance(spec, LlamagenSpec | LatentDitSpec) and spec.conditioning == "caption":
@@ -307,9 +306,20 @@ def lent_encoders(spec: Any, backbone: Any, dtype: torch.dtype, trained: Collect
             settings = caption_encoder.T5, caption_encoder.TINY_CONFIGS, Placement(torch.device("cpu"), dtype)
             components = PipelineComponents(f"{RANDOM}:{hub}", *settings, published_configs=caption_encoder.CONFIGS)
             encoders.append(components.load_encoder("", T5EncoderModel))
-    for net in encoders:
-        net.tie_weights()  # which initializers do too
     return encoders
+
+
+@contextmanager
+def uninitialized_encoders() -> Iterator[None]:
+    """Within the block, networks of transformers are not initialized, which for some needs the numbers of tensors."""
+    from transformers import PreTrainedModel
+
+    network_class: Any = PreTrainedModel
+    original, network_class.initialize_weights = network_class.initialize_weights, lambda self, *args, **kwargs: None
+    try:
+        yield
+    finally:
+        network_class.initialize_weights = original
 
 
 def conditioning_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes:

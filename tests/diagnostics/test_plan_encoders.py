@@ -20,7 +20,7 @@ from tastemaker.config.registries import MODELS
 from tastemaker.core.types import Placement
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
 from tastemaker.diagnostics import plan
-from tastemaker.diagnostics.fake_backbones import fake_modules, lent_encoders
+from tastemaker.diagnostics.fake_backbones import fake_modules, lent_encoders, uninitialized_encoders
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.models import flux, sana
 from tastemaker.models.component_configs import MISTRAL_SMALL, QWEN3_VL_8B, QWEN25_VL_7B
@@ -60,11 +60,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.parametrize("hub", [pytest.param(hub, marks=pytest.mark.slow) for hub in PUBLISHED])
 def test_text_encoders_have_the_published_number_of_weights(hub: str) -> None:
     import transformers
-    from transformers.initialization import no_init_weights
 
     name, config, count = PUBLISHED[hub]
     network_class: Any = getattr(transformers, name)
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"), uninitialized_encoders():
         net = network_class(network_class.config_class(**config))
     assert sum(p.numel() for p in net.parameters()) == count
 
@@ -122,6 +121,18 @@ def test_plan_counts_encoders_unless_they_train_or_ran_before(monkeypatch: pytes
     assert lent.total - before.total == lent.encoders - max(lent.collect_activations, lent.update_activations)
     assert before.encoders == trained.encoders == 0 and not before.peaks_at_embedding
     assert trained.frozen - before.frozen == pytest.approx(lent.encoders, rel=0.01)
+
+
+def test_networks_are_initialized_again_after_a_plan() -> None:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    with pytest.raises(RuntimeError, match="stop"), uninitialized_encoders():
+        raise RuntimeError("stop")
+    scales = [p.std() for p in CLIPTextModel(config).parameters() if p.ndim == 2]
+    assert all(0 < scale < 1 for scale in scales)
 
 
 def test_embedding_beforehand_is_suggested_where_encoders_make_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
