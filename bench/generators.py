@@ -32,6 +32,7 @@ from tastemaker.config.schema import BatchConfig, RewardConfig, RunConfig
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
 from tastemaker.diagnostics.fake_backbones import conditioning_shapes
 from tastemaker.diagnostics.plan import estimate_resources
+from tastemaker.models.pipeline_components import SINGLE_FILES
 from tastemaker.rewards.hps import HpsReward
 
 SECONDS = 300.0  # after which a recipe is stopped
@@ -94,7 +95,7 @@ def with_random_weights(config: RunConfig, folder: Path) -> RunConfig:
     spec: Any = config.model
     configs = spec.published.configs
     hub = spec.weights if spec.weights in configs else spec.published.releases[0].hub
-    parts = {f.name: None for f in fields(spec) if f.name in ("transformer", "unet")}
+    parts = {f.name: None for f in fields(spec) if f.name in SINGLE_FILES}
     texts = [prompt for prompts, _ in read_prompts(config) for prompt in prompts]
     texts += ["", *([config.guidance.negative_prompt] if config.guidance else [])]
     texts = list(dict.fromkeys(texts))
@@ -144,7 +145,10 @@ def planned_step(recipe: str, chosen: Measured, options: argparse.Namespace) -> 
     if options.tiny:
         return {**key, "planned GiB": None, "PFLOP": None}
     if not options.planned:
-        estimate = estimate_resources(published_config(recipe, chosen, tiny=False))
+        config = published_config(recipe, chosen, tiny=False)
+        spec: Any = config.model
+        without_encoders = replace(config, model=replace(spec, embeddings=Path("embeddings")))  # as it is measured
+        estimate = estimate_resources(without_encoders)
         return {**key, "planned GiB": estimate.total / 2**30, "PFLOP": estimate.flops / 1e15}
     planned = json.loads(Path(options.planned).read_text(encoding="utf-8"))
     found = next((each for each in planned if each["section"] == recipe), None)

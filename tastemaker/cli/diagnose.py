@@ -53,6 +53,7 @@ MEMORY_LABELS = {
     "snapshots": "weight snapshots (EMA, reference)",
     "frozen": "autoencoder and rewards",
     "kv_cache": "KV cache and copied weights",
+    "encoders": "text or image encoder, before the rollout",
     "collect_activations": "activations of the rollout",
     "update_activations": "activations of the update",
 }
@@ -178,7 +179,9 @@ def plan(
     savings = planner.suggest_any_savings(config, estimate, world_size, gpu_gib * GIB, cache.estimate)
     chosen = print_savings(savings, gpu_gib, console)
     if chosen:
-        print_next_steps(train_command(recipe, overrides or [], world_size, chosen))
+        embed = [f"tastemaker embed {shlex.join([recipe, *(overrides or [])])}"]
+        before = embed if planner.EMBED_BEFOREHAND in chosen else []
+        print_next_steps(*before, train_command(recipe, overrides or [], world_size, chosen))
     raise typer.Exit(EXIT_FAILURE)
 
 

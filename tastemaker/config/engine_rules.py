@@ -23,9 +23,8 @@ def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
     size = config.engine.context_parallel
     if size > 1 and not (isinstance(config, RunConfig) and config.model.supports_context_parallel):
         return (
-            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, Qwen-Image, Wan, LTX and LTX-2 "
-            "only; set engine.context_parallel=1"
-            " [TM920]"
+            f"engine.context_parallel: {size}, but ranks can share the tokens of FLUX, FLUX Kontext, FLUX.2, "
+            "Qwen-Image, Wan, LTX-Video and LTX-2 only; set engine.context_parallel=1 [TM920]"
         )
     if world_size == 1 or world_size % size == 0:
         return None

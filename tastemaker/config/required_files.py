@@ -20,8 +20,8 @@ from .shared_tokenizers import share_clip_tokenizer
 from .step_counts import compute_step_counts
 
 # Settings that name weights: a path, a hub id, or a name in the package.
-WEIGHT_SETTINGS = {"autoencoder", "init_weights", "text_encoder", "tokenizer", "transformer", "vae", "weights"}
-WEIGHT_SETTINGS |= {"color_model", "lpips_weights", "vgg_weights"}
+WEIGHT_SETTINGS = {"autoencoder", "init_weights", "text_encoder", "tokenizer", "vae", "weights"}
+WEIGHT_SETTINGS |= {"transformer", "transformer_2", "color_model", "lpips_weights", "vgg_weights"}
 CREATED_SETTINGS = {"cache", "directory"}  # folders of caches, which a run creates
 WEIGHT_SUFFIXES = {".bin", ".ckpt", ".onnx", ".pt", ".pth", ".safetensors", ".tflite"}
 PATH_STARTS = ("/", "./", "../", "~")

@@ -49,7 +49,8 @@ class PipelineLayout:
     ] = ()  # components and their prefixes in the network, if several train
     # What loads adapters: the pipeline, code that adds them to its weights, or this package only.
     lora_loader: Literal["pipeline", "merge", "tastemaker"] = "pipeline"
-    comfyui_layer: Callable[[str], str] | None = None  # a layer's name in ComfyUI's network, if adapters have it
+    # ComfyUI's name of a layer of the authors, if ComfyUI's adapters are on the layers that the authors have.
+    comfyui_layer: Callable[[str], str] | None = None
     library: Literal["diffusers", "transformers"] = "diffusers"  # that has `pipeline_class`
 
     @property

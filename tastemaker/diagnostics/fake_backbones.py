@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..data.embedding_store import ShardedEmbeddingStore
 from ..data.prompts import EditFile
+from ..models import caption_encoder
 from ..models.autoencoder_kl import AutoencoderKLSpec
 from ..models.cogvideox import CogVideoXSpec
 from ..models.component_configs import T5_XXL, ComponentConfigs
@@ -42,7 +43,7 @@ from ..models.mochi import MochiSpec
 from ..models.nets.magvit import Magvit
 from ..models.opensora.components import T5
 from ..models.opensora.model import OpenSoraBackbone, OpenSoraSpec
-from ..models.pipeline_components import RANDOM, PublishedSpec
+from ..models.pipeline_components import RANDOM, SINGLE_FILES, PipelineComponents, PublishedSpec
 from ..models.pretrained import WeightsSource, find_cached
 from ..models.pretrained_autoencoder import load_vae
 from ..models.qwen_image_21 import QwenImage21Spec
@@ -50,6 +51,7 @@ from ..models.qwen_image_edit import QwenImageEditSpec
 from ..models.showo.model import ShowoSpec
 from ..models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from ..models.svd import SvdSpec
+from ..models.text_encoders import CachedTextEncoder
 from ..models.wan import NoiseLevelExperts, WanSpec
 from ..models.wan_i2v import WanI2VSpec
 from .fake_token_backbones import ConditioningSpec, load_janus, load_llamagen
@@ -121,10 +123,12 @@ def fake_modules() -> Iterator[None]:
     original = module_class._apply
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        moved: dict[nn.Parameter, nn.Parameter] = {}  # several modules may share a parameter
         for module in self.modules() if recurse else [self]:
             for key, p in module._parameters.items():
-                if p is not None:
-                    module._parameters[key] = nn.Parameter(fn(p.detach()), p.requires_grad)
+                if p is not None and p not in moved:
+                    moved[p] = nn.Parameter(fn(p.detach()), p.requires_grad)
+                module._parameters[key] = None if p is None else moved[p]
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else fn(buffer)
         return self
@@ -206,7 +210,7 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
         )
     configs, settings = spec.published.configs, cast(Any, spec)  # a dataclass, which its base class is not
     hub = spec.weights if spec.weights in configs else spec.published.releases[0].hub
-    parts = {f.name: None for f in fields(settings) if f.name in ("transformer", "unet")}
+    parts = {f.name: None for f in fields(settings) if f.name in SINGLE_FILES}
     backbone = replace(settings, weights=f"{RANDOM}:{hub}", **parts).load(placement)
     if isinstance(backbone.net, NoiseLevelExperts):
         backbone.net.__class__ = FakeExperts
@@ -272,6 +276,50 @@ def _load_showo(spec: ShowoSpec, placement: Placement) -> tuple[Any, Conditionin
         backbone.autoencoder = Magvit(spec.autoencoder_config()).requires_grad_(False)
 
     return backbone, {"text": ((spec.max_text_tokens + 1,), torch.long)}
+
+
+def held_modules(holder: Any) -> list[nn.Module]:
+    """The networks that an object holds, directly or in an object of ours such as the adapter of a VAE."""
+    values = vars(holder).values()
+    inner = [value for value in values if type(value).__module__.startswith("tastemaker.models")]
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    return modules + [module for value in inner if not isinstance(value, nn.Module) for module in held_modules(value)]
+
+
+def lent_encoders(spec: Any, backbone: Any, dtype: torch.dtype, trained: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """The networks in `dtype` that stay on the CPU and visit the GPU one at a time, to embed the prompts of a batch.
+
+    Those of source images; and those of prompts, unless their embeddings were computed before. `trained` ones stay on
+    the GPU.
+    """
+    from transformers import PreTrainedModel, T5EncoderModel
+
+    encoders: list[nn.Module] = [net for net in held_modules(backbone) if isinstance(net, PreTrainedModel)]
+    if trained or getattr(spec, "embeddings", None) is not None:
+        return [net for net in encoders if net not in trained]
+    prompt_encoder = getattr(backbone, "prompt_encoder", None)
+    with uninitialized_encoders():
+        if isinstance(prompt_encoder, CachedTextEncoder):
+            encoders += [encoder.net for encoder in prompt_encoder.encoders.text_encoders]
+        elif isinstance(spec, LlamagenSpec | LatentDitSpec) and spec.conditioning == "caption":
+            hub = spec.text_encoder if spec.text_encoder in caption_encoder.CONFIGS else caption_encoder.T5.hub
+            settings = caption_encoder.T5, caption_encoder.TINY_CONFIGS, Placement(torch.device("cpu"), dtype)
+            components = PipelineComponents(f"{RANDOM}:{hub}", *settings, published_configs=caption_encoder.CONFIGS)
+            encoders.append(components.load_encoder("", T5EncoderModel))
+    return encoders
+
+
+@contextmanager
+def uninitialized_encoders() -> Iterator[None]:
+    """Within the block, networks of transformers are not initialized, which for some needs the numbers of tensors."""
+    from transformers import PreTrainedModel
+
+    network_class: Any = PreTrainedModel
+    original, network_class.initialize_weights = network_class.initialize_weights, lambda self, *args, **kwargs: None
+    try:
+        yield
+    finally:
+        network_class.initialize_weights = original
 
 
 def conditioning_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes:

@@ -7,7 +7,7 @@ is real, so that objectives may branch on it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ from ..objectives.reward_gradient import RewardGradient
 from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision, quantized_base
 from ..training.context_parallel import emulate_context_parallel
-from .fake_backbones import PLANNED_AUTOENCODER, load_fake_backbone
+from .fake_backbones import PLANNED_AUTOENCODER, held_modules, lent_encoders, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
 from .fake_token_backbones import FakeDecoderPool, FakeJanusBackbone, FakeLlamagenBackbone, fake_mode_of
 
@@ -67,7 +67,8 @@ class Measurement:
     quantized: int  # of them in 8 bits
     trainable: int
     block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
-    frozen_bytes: float  # autoencoder
+    frozen_bytes: float  # autoencoder, and text encoders that train
+    encoder_bytes: float  # the largest of the encoders that visit the GPU to embed prompts
     kv_cache_bytes: float  # with weights copied for decoding; stays while the network learns
     collect_bytes: float  # peak of `collect`
     update_bytes: float  # peak of `loss` and backward
@@ -87,7 +88,8 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         weights = config.tuning.apply(backbone, config.objective.snapshots())
         quantized = prepare_network(weights, config.engine)
         rubric = FakeRubric(config)
-        frozen = _frozen_parameters(backbone, weights.net)
+        frozen = _frozen_parameters(backbone, weights)
+        encoders = lent_encoders(config.model, backbone, frozen_dtype(config), [*weights.text_encoders.values()])
         stack.enter_context(unset_fake_temporarily())
         recorder = stack.enter_context(NetworkRecorder(weights, backbone, config.engine).installed())
         existing = [
@@ -107,7 +109,6 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         collected = recorder.take()
         pool = backbone.fake_pool if isinstance(backbone, FakeLlamagenBackbone | FakeJanusBackbone) else None
         cache = pool.kept if pool else []
-        cache_bytes = float(sum(x.numel() * x.itemsize for x in cache))
         with emulate_context_parallel(weights.net, context_parallel):
             update_bytes = trace_peak_bytes(step.update, [*existing, *cache])
         updated = recorder.take()
@@ -127,9 +128,10 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             quantized=sum(layer.weight.numel() for layer in quantized),
             trainable=sum(p.numel() for p in weights.trainable().values()),
             block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
-            frozen_bytes=float(sum(p.numel() * p.itemsize for p in frozen)),
-            kv_cache_bytes=cache_bytes,
-            collect_bytes=collect_bytes - cache_bytes,
+            frozen_bytes=count_bytes(frozen),
+            encoder_bytes=max((count_bytes(net.parameters()) for net in encoders), default=0.0),
+            kv_cache_bytes=count_bytes(cache),
+            collect_bytes=collect_bytes - count_bytes(cache),
             update_bytes=update_bytes,
             collect_flops=collect_flops,
             update_flops=update_flops,
@@ -151,6 +153,10 @@ def prepare_network(weights: Weights, engine: EngineConfig) -> list[nn.Linear]:
     return quantized
 
 
+def count_bytes(tensors: Iterable[Tensor]) -> float:
+    return float(sum(x.numel() * x.itemsize for x in tensors))
+
+
 def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
@@ -170,24 +176,19 @@ def _prompts(config: RunConfig, share: int) -> int:
     return min(share, max(-(-chunk // objective.group_size), -(-micro_batch // objective.experience_per_prompt())))
 
 
-def _frozen_parameters(backbone: Any, net: nn.Module) -> list[nn.Parameter]:
+def _frozen_parameters(backbone: Any, weights: Weights) -> list[nn.Parameter]:
     """Parameters of the networks that stay on the GPU beside the one that trains, each once.
 
     Encoders of transformers, such as the CLIP that reads source images, stay on the CPU and are lent to the GPU for a
-    call at the start of a rollout, when no activations are there.
+    call at the start of a rollout, when no activations are there. Text encoders with adapters stay on the GPU.
     """
     from transformers import PreTrainedModel
 
-    modules = (m for m in _modules(backbone) if m is not net and not isinstance(m, PreTrainedModel))
-    return list({id(p): p for module in modules for p in module.parameters()}.values())
-
-
-def _modules(holder: Any) -> list[nn.Module]:
-    """The networks that an object holds, directly or in an object of ours such as the adapter of a VAE."""
-    values = vars(holder).values()
-    inner = [value for value in values if type(value).__module__.startswith("tastemaker.models")]
-    modules = [value for value in values if isinstance(value, nn.Module)]
-    return modules + [module for value in inner if not isinstance(value, nn.Module) for module in _modules(value)]
+    modules = [m for m in held_modules(backbone) if m is not weights.net and not isinstance(m, PreTrainedModel)]
+    modules += weights.text_encoders.values()
+    trained = {id(p) for p in weights.trainable().values()}
+    parameters = {id(p): p for module in modules for p in module.parameters() if id(p) not in trained}
+    return list(parameters.values())
 
 
 def _decode_flops(pool: FakeDecoderPool | None, net: nn.Module) -> float:

@@ -33,6 +33,7 @@ OPTIMIZER_STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256}  # per w
 LORA_SHARE = 0.02  # rough share of weights that LoRA trains
 RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that FSDP is suggested for
 MIN_FRAMES = 4  # of videos that are suggested to be shortened
+EMBED_BEFOREHAND = "model.embeddings=embeddings"  # the folder that `tastemaker embed` writes
 Saving = tuple[str, float]  # overrides, and the total memory with them and all before
 EstimateFn = Callable[[RunConfig, int], "ResourceEstimate"]
 
@@ -51,6 +52,7 @@ class ResourceEstimate:
     update_activations: float  # peak of forward and backward pass
     collect_flops: float
     update_flops: float
+    encoders: float = 0.0  # the largest text or image encoder, which visits the GPU while no activations are there
     collect_bytes_read: float = 0.0  # of decoding token by token, which is bound by memory bandwidth
     collect_batch: int = 0  # samples per call of the network
     update_batch: int = 0
@@ -69,7 +71,12 @@ class ResourceEstimate:
     def total(self) -> float:
         """Peak memory. Gradients count while sampling too, since the allocator seldom reuses their memory."""
         static = self.weights + self.gradients + self.optimizer_state + self.snapshots + self.frozen + self.kv_cache
-        return static + max(self.update_activations, self.collect_activations)
+        return static + max(self.update_activations, self.collect_activations, self.encoders)
+
+    @property
+    def peaks_at_embedding(self) -> bool:
+        """Whether memory is highest while prompts are embedded."""
+        return self.encoders > max(self.update_activations, self.collect_activations)
 
 
 def estimate_any(config: RunConfig | AutoencoderRunConfig, world_size: int = 1) -> ResourceEstimate:
@@ -115,6 +122,7 @@ def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstima
         update_activations=_offloaded(measured.update_bytes, config.engine),
         collect_flops=measured.collect_flops,
         update_flops=measured.update_flops,
+        encoders=measured.encoder_bytes,
         collect_bytes_read=measured.collect_bytes_read,
         collect_batch=measured.collect_batch,
         update_batch=measured.update_batch,
@@ -195,6 +203,9 @@ def suggest_savings(
     if engine.strategy == "replicated" and world_size > 1:
         estimate = _shard(estimate, world_size)
         yield "engine.strategy=fsdp", estimate.total
+    if estimate.peaks_at_embedding and _embeds_prompts(config):
+        estimate = replace(estimate, encoders=0.0)
+        yield EMBED_BEFOREHAND, estimate.total
     if engine.activation_memory == "keep":
         config = replace(config, engine=replace(engine, activation_memory="checkpoint"))
         estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
@@ -215,6 +226,9 @@ def suggest_savings(
         config = replace(config, batch=replace(batch, micro_batch_size=1, rollout_batch_size=1))
         estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
         yield "batch.micro_batch_size=1 batch.rollout_batch_size=1", estimate.total
+    if estimate.peaks_at_embedding and _embeds_prompts(config):
+        estimate = replace(estimate, encoders=0.0)
+        yield EMBED_BEFOREHAND, estimate.total
     if (quantized := _with_quantized_base(config)) is not None:
         config = quantized
         other = estimate_fn(config, world_size)
@@ -234,6 +248,11 @@ def suggest_savings(
         ranks = next((n for n in RANK_COUNTS if _shard(estimate, n).total <= gpu_bytes), RANK_COUNTS[-1])
         command = f"engine.strategy=fsdp on {ranks} GPUs, with torchrun --nproc-per-node={ranks}"
         yield f"{command} (approximate)", _shard(estimate, ranks).total
+
+
+def _embeds_prompts(config: RunConfig) -> bool:
+    """Whether text encoders embed prompts during the run, though their embeddings could be computed before it."""
+    return getattr(config.model, "embeddings", "") is None
 
 
 def _with_quantized_base(config: RunConfig) -> RunConfig | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from ..config.registries import MODELS
 from ..core.model_spec import ModelSpec, PipelineLayout
 from ..models.checkpoint_keys import keep_names, reject_unknown_names
-from ..models.video_checkpoint_keys import refuse_fused_layers
 
 TABLE_BEGIN, TABLE_END = "<!-- key layouts: written by `make schema`, do not edit -->", "<!-- key layouts: end -->"
 COLUMNS = ("model", "class that loads it", "adapters for that class", "adapters for ComfyUI", "whole network")
@@ -37,8 +36,6 @@ def _library_adapters(layout: PipelineLayout) -> str:
 def _comfyui_adapters(layout: PipelineLayout) -> str:
     if not layout.comfyui_lora_prefix:
         return NONE
-    if layout.comfyui_layer is refuse_fused_layers:
-        return "with `--merge` only"
     names = "" if layout.comfyui_layer is None else ", X as its authors name it"
     return f"`{layout.comfyui_lora_prefix}_X`{names}"
 

@@ -27,7 +27,6 @@ from ..models.pretrained import (
     load_state_dict,
 )
 from ..models.restricted_unpickler import load_pickle
-from ..models.video_checkpoint_keys import refuse_fused_layers
 from .modelspec import save_safetensors
 
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
@@ -196,22 +195,74 @@ def write_comfyui_lora(
 
     With a `prefix`, only the adapters of the transformer whose layers begin with it.
     """
-    tensors: dict[str, Tensor] = {}
-    for key, x in weights.trainable().items():
-        layer, _, factor = key.partition(".lora_")
+    parameters, alpha = weights.trainable(), float(weights.config.lora_alpha)
+    named: dict[str, LoraFactors] = {}
+    network: dict[str, LoraFactors] = {}
+    for layer in (key.removesuffix(LORA_A) for key in parameters if key.endswith(LORA_A)):
+        factors = LoraFactors(parameters[layer + LORA_A].detach(), parameters[layer + LORA_B].detach(), alpha)
         if layer.startswith(TEXT_ENCODER_PREFIX):
-            encoder, _, layer = layer.partition(".")
+            encoder, _, inner = layer.partition(".")
             number = encoder.removeprefix(TEXT_ENCODER_PREFIX).removeprefix("_")
-            start = f"{COMFYUI_TEXT_PREFIX}{number or 1}"
-        elif not layer.startswith(prefix):
-            continue
-        else:
-            start, layer = layout.comfyui_lora_prefix, layer.removeprefix(prefix)
-            layer = layout.comfyui_layer(layer) if layout.comfyui_layer else layer
-        name = f"{start}_{layer.replace('.', '_')}"
-        tensors[name + (LORA_DOWN if factor.startswith("A") else LORA_UP)] = x.detach().to(dtype).contiguous()
-        tensors[name + LORA_ALPHA] = torch.tensor(float(weights.config.lora_alpha))
+            named[f"{COMFYUI_TEXT_PREFIX}{number or 1}_{inner}"] = factors
+        elif layer.startswith(prefix):
+            network[layer.removeprefix(prefix)] = factors
+    if layout.comfyui_layer is not None:
+        network = join_fused_layers(network, layer_sizes(weights.net, prefix), layout)
+    named |= {f"{layout.comfyui_lora_prefix}_{layer}": factors for layer, factors in network.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, factors in named.items():
+        stem = name.replace(".", "_")
+        tensors[stem + LORA_DOWN] = factors.down.to(dtype).contiguous()
+        tensors[stem + LORA_UP] = factors.up.to(dtype).contiguous()
+        tensors[stem + LORA_ALPHA] = torch.tensor(factors.alpha)
     save_safetensors(tensors, path, metadata)
+
+
+def layer_sizes(net: nn.Module, prefix: str = "") -> dict[str, int]:
+    """Return the output sizes of the layers that can have adapters, by name without `prefix`."""
+    layers = ((name.removesuffix(".base_layer"), module) for name, module in net.named_modules())
+    return {
+        name.removeprefix(prefix): len(module.weight)
+        for name, module in layers
+        if isinstance(module, ADAPTABLE_LAYERS) and name.startswith(prefix) and ".lora_" not in name
+    }
+
+
+def group_by_comfyui_layer(layers: Iterable[str], layout: PipelineLayout) -> dict[str, list[str]]:
+    """Return the layers of ComfyUI's network, each with those of ours that its authors fuse into it."""
+    groups: dict[str, list[str]] = {}
+    for layer in layers:
+        (key,) = layout.to_original({f"{layer}.weight": torch.empty(2, 1)}, {})
+        assert layout.comfyui_layer is not None
+        groups.setdefault(layout.comfyui_layer(key.removesuffix(".weight")), []).append(layer)
+    return groups
+
+
+def join_fused_layers(
+    adapters: Mapping[str, LoraFactors], sizes: Mapping[str, int], layout: PipelineLayout
+) -> dict[str, LoraFactors]:
+    """Return adapters by ComfyUI's layers; those of layers that the authors fuse are joined without a change.
+
+    With adapters B_i A_i of fused layers, A is the A_i stacked, [ranks, in], and B is block-diagonal, [outs, ranks]:
+    its rows are put in the order of the authors' weight by the same conversion as the weight's.
+    """
+    joined = {}
+    for name, layers in group_by_comfyui_layer(sizes, layout).items():
+        parts = [adapters[layer] for layer in layers if layer in adapters]
+        if not parts:
+            continue
+        rank = sum(len(part.down) for part in parts)
+        rows, first = {}, 0
+        for layer in layers:
+            rows[f"{layer}.weight"] = parts[0].up.new_zeros(sizes[layer], rank, *parts[0].up.shape[2:])
+            if layer in adapters:
+                own = adapters[layer].up
+                rows[f"{layer}.weight"][:, first : first + own.shape[1]] = own
+                first += own.shape[1]
+        (up,) = layout.to_original(rows, {}).values()
+        alpha = parts[0].alpha * rank / len(parts[0].down)
+        joined[name] = LoraFactors(torch.cat([part.down for part in parts]), up, alpha)
+    return joined
 
 
 def write_original_lora(weights: LoraWeights, layout: PipelineLayout, path: Path) -> None:
@@ -286,8 +337,9 @@ class LoraLayerNames:
             return cls(names, {}, "", None)
         for component, prefix in layout.components.items():
             names |= {f"{component}.{name.removeprefix(prefix)}": name for name in layers if name.startswith(prefix)}
-        if layout.comfyui_layer and layout.comfyui_layer is not refuse_fused_layers and not layout.component_prefixes:
-            names |= {layout.comfyui_layer(name).replace(".", "_"): name for name in layers}
+        if layout.comfyui_layer and not layout.component_prefixes:
+            groups = group_by_comfyui_layer(layers, layout).items()
+            names |= {name.replace(".", "_"): group[0] for name, group in groups if _is_one_layer(group, layout)}
         if layout.original_lora_layers is None:
             return cls(names, {}, layout.component, None)
         return cls(names, layout.original_lora_layers(layers, net), layout.component, layout.original_lora_alpha)
@@ -302,6 +354,13 @@ class LoraLayerNames:
         is_original = _strip_prefixes(stem) in self.original_names and not stem.startswith(f"{self.component}.")
         is_original |= stem.startswith(f"{PEFT_PREFIX}{TEXT_ENCODER_PREFIX}")
         return self.original_alpha if is_original and self.original_alpha is not None else rank
+
+
+def _is_one_layer(layers: Sequence[str], layout: PipelineLayout) -> bool:
+    """Whether a layer of ComfyUI's network is one of ours, with its rows in the same order."""
+    rows = torch.tensor([[0.0], [1.0]])
+    (converted,) = layout.to_original({f"{layers[0]}.weight": rows}, {}).values()
+    return len(layers) == 1 and converted.equal(rows)
 
 
 def _adaptable_layers(net: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
 from ..core.types import Metadata, Placement, Prompts
-from .component_configs import ComponentConfigs
+from .component_configs import FLAN_T5_BASE, FLAN_T5_XL, ComponentConfigs
 from .pipeline_components import TINY, PipelineComponents
 from .pretrained import WeightsSource
 from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
@@ -23,6 +23,7 @@ FEATURE_SIZE = 2048  # of flan-t5-xl
 TINY_CONFIGS: ComponentConfigs = {
     "": {"vocab_size": 99, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 }
+CONFIGS: dict[str, ComponentConfigs] = {T5.hub: {"": FLAN_T5_XL}, "google/flan-t5-base": {"": FLAN_T5_BASE}}
 PUNCTUATION_MAP = str.maketrans("\u201c\u201d\u2018\u2019\u2013\u2014", "\"\"''--")  # typographic to ASCII
 LINK = re.compile(r"\b(?:https?://|www\.)\S+")
 
@@ -100,7 +101,7 @@ def build_caption_encoder(
     """Build a caption encoder from a T5 folder or hub id; with precomputed embeddings, T5 need not be on disk."""
 
     def components() -> PipelineComponents:
-        return PipelineComponents(name, T5, TINY_CONFIGS, placement)
+        return PipelineComponents(name, T5, TINY_CONFIGS, placement, published_configs=CONFIGS)
 
     def load() -> T5CaptionEncoder:
         from transformers import T5EncoderModel

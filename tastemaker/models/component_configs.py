@@ -74,4 +74,47 @@ TINY_QWEN3: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-MISTRAL_SMALL: dict[str, Any] = {}  # 24 billion parameters: the defaults of transformers' Mistral3Config
+MISTRAL_SMALL: dict[str, Any] = {
+    "model_type": "mistral",
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+QWEN25_7B: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+QWEN25_VL_7B: dict[str, Any] = {
+    "text_config": {
+        **QWEN25_7B,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+    },
+    "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584},
+    "tie_word_embeddings": False,
+}
+QWEN3_VL_8B: dict[str, Any] = {
+    "text_config": {
+        **QWEN3_8B,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20], "rope_theta": 5e6},
+    },
+    "vision_config": {"out_hidden_size": 4096},
+    "tie_word_embeddings": False,
+}
+FLAN_T5_XL: dict[str, Any] = {
+    "vocab_size": 32128,
+    "d_model": 2048,
+    "d_kv": 64,
+    "d_ff": 5120,
+    "num_layers": 24,
+    "num_heads": 32,
+    "feed_forward_proj": "gated-gelu",
+}
+FLAN_T5_BASE: dict[str, Any] = {**FLAN_T5_XL, "d_model": 768, "d_ff": 2048, "num_layers": 12, "num_heads": 12}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +15,12 @@ from torch import Tensor
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_L, T5_XXL, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
 from .latent_packing import latent_image_ids, pack_latents, unpack_latents
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pipeline_components import JOINT_ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
 
 Side = Annotated[int, Field(ge=16, le=8192, multiple_of=16)]
@@ -140,11 +140,8 @@ class FluxBackbone(ImageBackbone):
     def __init__(self, spec: FluxSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, FluxTransformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            file = read_single_file(spec.transformer, spec.published.releases[0])
-            tensors = to_diffusers_keys(file, components)
-        self.net = components.load_trainable("transformer", FluxTransformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net = components.load_transformer(FluxTransformer2DModel, spec.transformer, to_diffusers_keys)
         self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.spec, self.guidance_embeds = spec, bool(components.config("transformer").get("guidance_embeds"))
@@ -194,13 +191,10 @@ class FluxBackbone(ImageBackbone):
         return other
 
 
-def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents) -> dict[str, Tensor]:
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
     """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if not any(key.startswith("double_blocks.") for key in tensors):
         return tensors
-    from diffusers import FluxTransformer2DModel
-
-    shapes = components.tensor_shapes("transformer", FluxTransformer2DModel)
     renamed = split_and_rename(tensors, shapes, KEY_RULES)
     swapped = {key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith("norm_out.linear.")}
     return {**renamed, **swapped}
@@ -230,6 +224,7 @@ class FluxSpec(ImageSpec):
     latent_channels = LATENT_CHANNELS
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = FLUX
+    backbone_class: ClassVar[Callable[..., FluxBackbone]] = FluxBackbone
     text_encoders = ("text_encoder", "text_encoder_2")
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "FluxPipeline", "transformer", "lora_transformer", flux_to_original, "flux"
@@ -237,9 +232,3 @@ class FluxSpec(ImageSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> FluxPromptEncoder:
         return FluxPromptEncoder(components, self.max_text_tokens)
-
-    def load(self, placement: Placement) -> FluxBackbone:
-        return FluxBackbone(self, placement)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +11,26 @@ from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.model_spec import PipelineLayout, Tensors
+from ..core.safe_files import read_json_object
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import MISTRAL_SMALL, QWEN3_4B, QWEN3_8B, TINY_QWEN3, TINY_VAE, VAE, ComponentConfigs
-from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae, ImageBackbone, condition_image_key, read_condition_image
+from .image_backbone import (
+    DOWNSAMPLE_FACTOR,
+    FrozenVae,
+    ImageBackbone,
+    VaeAdapter,
+    condition_image_key,
+    read_condition_image,
+)
 from .language_encoders import LanguageModelEncoder, Message, load_decoder, user_message
 from .latent_packing import patchify, unpatchify
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pipeline_components import JOINT_ATTENTION_LAYERS, RANDOM, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource, find_cached
 
 Side = Annotated[int, Field(ge=16, le=4096, multiple_of=16)]
 LATENT_CHANNELS = 128  # 2x2 latents of 32 channels, each of 8x8 pixels
@@ -108,15 +116,8 @@ KEY_RULES: KeyRules = (
 )
 
 
-class PatchVae:
+class PatchVae(VaeAdapter):
     """An autoencoder whose latents are stacked 2x2 in channels, [N, 128, h, w] of 16x16 pixels each."""
-
-    def __init__(self, net: Any) -> None:
-        self.net, self.dtype = net, net.dtype
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        parameters: Iterator[nn.Parameter] = self.net.parameters()
-        return parameters
 
     def encode(self, pixels: Tensor) -> Any:
         posterior = self.net.encode(pixels).latent_dist
@@ -162,11 +163,8 @@ class Flux2Backbone(ImageBackbone):
     def __init__(self, spec: Flux2Spec, placement: Placement) -> None:
         from diffusers import Flux2Transformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            shapes = components.tensor_shapes("transformer", Flux2Transformer2DModel)
-            tensors = from_original(read_single_file(spec.transformer, DEV), shapes)
-        self.net: Any = components.load_trainable("transformer", Flux2Transformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net: Any = components.load_transformer(Flux2Transformer2DModel, spec.transformer, to_diffusers_keys)
         self.autoencoder = load_patch_vae(components, spec.checkpoint_decoder)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.guidance_embeds = bool(components.config("transformer").get("guidance_embeds", True))
@@ -233,6 +231,19 @@ class Flux2Backbone(ImageBackbone):
         return other
 
 
+def reads_guidance(weights: str) -> bool:
+    """Whether the network of a hub id or folder has distilled guidance as an input: dev and versions of it."""
+    if any(weights in (source.hub, f"{RANDOM}:{source.hub}") for source in FLUX2.releases):
+        return weights.endswith(DEV.hub)
+    folder = Path(weights).expanduser()
+    path = folder if folder.is_dir() else find_cached(WeightsSource(weights))
+    try:
+        config = None if path is None else read_json_object(path / "transformer" / "config.json")
+    except (OSError, ValueError):
+        config = None
+    return config is not None and bool(config.get("guidance_embeds", True))
+
+
 def source_images(image: object) -> tuple[object, ...]:
     """Return the images of a prompt's metadata `image`: none, one, or several in a list."""
     if image is None:
@@ -240,7 +251,7 @@ def source_images(image: object) -> tuple[object, ...]:
     return tuple(image) if isinstance(image, list | tuple) else (image,)
 
 
-def from_original(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> Tensors:
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
     """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if "final_layer.adaLN_modulation.1.weight" not in tensors:
         return tensors
@@ -276,18 +287,15 @@ class Flux2Spec(ImageSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    latent_channels = LATENT_CHANNELS
+    latent_channels, pixels_per_latent = LATENT_CHANNELS, 2 * DOWNSAMPLE_FACTOR
+    backbone_class = Flux2Backbone
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = FLUX2
 
     @property
     def layout(self) -> PipelineLayout:
-        pipeline = "Flux2Pipeline" if self.weights == DEV.hub else "Flux2KleinPipeline"
+        pipeline = "Flux2Pipeline" if reads_guidance(self.weights) else "Flux2KleinPipeline"
         return PipelineLayout(pipeline, "transformer", "lora_transformer", to_original)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return 1, LATENT_CHANNELS, self.height // 16, self.width // 16
 
     def load_text_encoders(self, components: PipelineComponents) -> LanguageModelEncoder:
         from transformers import Mistral3ForConditionalGeneration, Qwen3Model
@@ -303,9 +311,3 @@ class Flux2Spec(ImageSpec):
             template_options={} if is_dev else {"add_generation_prompt": True, "enable_thinking": False},
             plain=components.path is None,
         )
-
-    def load(self, placement: Placement) -> Flux2Backbone:
-        return Flux2Backbone(self, placement)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

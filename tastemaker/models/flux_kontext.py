@@ -85,9 +85,7 @@ class FluxKontextSpec(FluxSpec):
     weights: str = SOURCE.hub  # hub id or folder in diffusers' layout
     guidance_scale: float = 2.5  # distilled guidance, an input of the network
     published: ClassVar[PublishedModel] = KONTEXT
+    backbone_class = KontextBackbone
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "FluxKontextPipeline", "transformer", "lora_transformer", flux_to_original
     )
-
-    def load(self, placement: Placement) -> KontextBackbone:
-        return KontextBackbone(self, placement)

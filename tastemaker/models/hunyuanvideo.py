@@ -25,7 +25,7 @@ from .video_backbone import (
     VideoSide,
     VideoTransformerSpec,
 )
-from .video_checkpoint_keys import hunyuanvideo_to_original, refuse_fused_layers
+from .video_checkpoint_keys import hunyuanvideo_comfyui_layer, hunyuanvideo_to_original
 
 COMPRESSION = VideoCompression(channels=16, spatial_ratio=8, temporal_ratio=4)
 CLIP_MAX_TOKENS = 77
@@ -188,7 +188,7 @@ class HunyuanVideoSpec(VideoTransformerSpec):
         "transformer",
         "lora_unet",
         hunyuanvideo_to_original,
-        comfyui_layer=refuse_fused_layers,
+        comfyui_layer=hunyuanvideo_comfyui_layer,
     )
 
     def load_text_encoders(self, components: PipelineComponents) -> HunyuanPromptEncoder:

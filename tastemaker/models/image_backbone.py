@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
@@ -71,6 +72,31 @@ class FrozenVae:
         return ((pixels[:, :, 0] if self.is_video else pixels) / 2 + 0.5).clamp(0, 1)
 
 
+class VaeAdapter:
+    """An autoencoder of diffusers, of which subclasses change how it encodes or decodes."""
+
+    def __init__(self, net: Any, checkpoint_decoder: bool = False) -> None:
+        self.net, self.dtype, self.checkpoint_decoder = net, net.dtype, checkpoint_decoder
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        parameters: Iterator[nn.Parameter] = self.net.parameters()
+        return parameters
+
+    def encode(self, pixels: Tensor) -> Any:
+        return self.net.encode(pixels)
+
+    def run_stages(self, x: Tensor, stages: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+        """Run parts of the decoder one after the other; in a backward pass, one at a time keeps its activations."""
+        for stage in stages:
+            x = checkpoint_if(stage, self.checkpoint_decoder, x)
+        return x
+
+
+def checkpoint_if(function: Callable[..., Any], enabled: bool, *args: Any) -> Any:
+    """Call a function, with activation checkpointing if it is enabled and gradients are computed."""
+    return checkpoint(function, *args, use_reentrant=False) if enabled and torch.is_grad_enabled() else function(*args)
+
+
 class TextConditionedBackbone(Backbone):
     """A denoiser with frozen text encoders, whose prompt embeddings are cached."""
 
@@ -81,7 +107,10 @@ class TextConditionedBackbone(Backbone):
         return self.prompt_encoder.enable_training()
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), self.prompt_encoder(prompts), tuple(metadata))
+        tensors = self.prompt_encoder(prompts)
+        # Lengths stay on the CPU, so that cutting off padding or grouping by them needs no device synchronization.
+        on_cpu = {name: x.cpu() for name, x in tensors.items() if name == "lengths"}
+        return Condition(tuple(prompts), {**tensors, **on_cpu}, tuple(metadata))
 
 
 class ImageBackbone(TextConditionedBackbone):

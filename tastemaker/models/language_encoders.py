@@ -20,9 +20,11 @@ def user_message(prompt: str) -> list[Message]:
     return [{"role": "user", "content": prompt}]
 
 
-def load_decoder(components: PipelineComponents, network_class: Any, max_length: int) -> TextEncoder:
-    """Load a language model without its vision tower and its output layer, from `text_encoder` and `tokenizer`."""
-    encoder = components.load_text_encoder("text_encoder", network_class, "tokenizer", max_length)
+def load_decoder(
+    components: PipelineComponents, network_class: Any, max_length: int, tokenizer: str = "tokenizer"
+) -> TextEncoder:
+    """Load a language model without its vision tower and its output layer, from `text_encoder` and its tokenizer."""
+    encoder = components.load_text_encoder("text_encoder", network_class, tokenizer, max_length)
     inner = dict(encoder.net.named_modules()).get("model.language_model", encoder.net)  # of a vision-language model
     inner.config.use_cache = False  # keys and values are read once
     return replace(encoder, net=inner)
@@ -76,3 +78,22 @@ class LanguageModelEncoder(TextEncoders):
         # Mistral's template begins with the token that its tokenizer adds too.
         begins = tokenizer.bos_token is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
         return text.removeprefix(tokenizer.bos_token) if begins else text
+
+
+class TemplateEncoder(TextEncoders):
+    """The last hidden states of prompts in a template: prompt_embeds [B, L, D], padding last; and lengths [B].
+
+    The generator does not get the first `prefix` tokens, those of the template before the prompt. An empty prompt is
+    read as `empty`.
+    """
+
+    def __init__(self, encoder: TextEncoder, template: str, prefix: int, empty: str = "") -> None:
+        self.text_encoder, self.template, self.prefix, self.empty = encoder, template, prefix, empty
+        self.text_encoders = (encoder,)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        texts = [self.template.format(prompt or self.empty) for prompt in prompts]
+        mask = self.text_encoder.tokenize(texts)["attention_mask"]
+        hidden = self.text_encoder(texts, use_attention_mask=True).last_hidden_state
+        prompt_embeds, lengths = move_padding_last(hidden, mask)
+        return {"prompt_embeds": prompt_embeds[:, self.prefix :], "lengths": lengths - self.prefix}

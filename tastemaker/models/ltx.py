@@ -24,7 +24,7 @@ from .video_backbone import (
     VideoSide,
     VideoTransformerSpec,
 )
-from .video_checkpoint_keys import ltx_layer_name, ltx_to_original
+from .video_checkpoint_keys import LTX_RULES, ltx_to_original
 
 COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8, patch_size=1)
 CONFIGS: ComponentConfigs = {
@@ -68,6 +68,7 @@ class LtxBackbone(VideoBackbone):
     """Predicts the velocity noise - clean of latents, one token per latent."""
 
     network_class, vae_class = "LTXVideoTransformer3DModel", "AutoencoderKLLTXVideo"
+    key_rules = LTX_RULES
     spec: LtxSpec
 
     def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
@@ -98,6 +99,7 @@ class LtxSpec(VideoTransformerSpec):
     """LTX-Video, text to video: a flow whose timestep shift depends on the number of latents and which ends at 0.1."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
+    transformer: str | None = None  # file with other weights of the network, with diffusers' or the authors' keys
     height: VideoSide = 512
     width: VideoSide = 704
     frames: int = 161  # 8 n + 1
@@ -113,7 +115,7 @@ class LtxSpec(VideoTransformerSpec):
     backbone_class = LtxBackbone
     compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "LTXPipeline", "transformer", "lora_unet", ltx_to_original, comfyui_layer=ltx_layer_name
+        "LTXPipeline", "transformer", "lora_unet", ltx_to_original, comfyui_layer=str
     )
 
     def __post_init__(self) -> None:

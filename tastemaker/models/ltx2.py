@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.model_spec import PipelineLayout
+from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Placement
+from .checkpoint_keys import TensorShapes
 from .component_configs import ComponentConfigs
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -27,11 +28,12 @@ from .video_backbone import (
     VideoTransformerSpec,
     latents_needed,
 )
-from .video_checkpoint_keys import ltx2_layer_name, ltx2_to_original
+from .video_checkpoint_keys import LTX2_RULES, ltx2_to_original
 
 COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8, patch_size=1)
 AUDIO_LATENTS_PER_SECOND = 25  # 16 kHz, 160 samples per frame of the spectrogram, 4 frames per latent
 AUDIO_CHANNELS = 128  # of a latent: 8 channels of 16 frequency bands
+CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")  # in single files; read from the folder
 VAE_RATIOS = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
 CONFIGS: ComponentConfigs = {
     "transformer": {"rope_type": "split"},  # the other settings are diffusers' defaults
@@ -149,6 +151,7 @@ class Ltx2Backbone(VideoBackbone):
     """
 
     network_class, vae_class = "LTX2VideoTransformer3DModel", "AutoencoderKLLTX2Video"
+    key_rules = LTX2_RULES
     spec: Ltx2Spec
 
     def __init__(self, spec: Ltx2Spec, placement: Placement) -> None:
@@ -188,6 +191,10 @@ class Ltx2Backbone(VideoBackbone):
         video = x[:, : self.spec.video_tokens].view(len(x), latents, height, width, channels)
         return super().decode(video.movedim(-1, 2), frames)
 
+    def to_diffusers_keys(self, tensors: Tensors, shapes: TensorShapes) -> Tensors:
+        network = {key: x for key, x in tensors.items() if not key.startswith(CONNECTORS)}
+        return super().to_diffusers_keys(network, shapes)
+
     @staticmethod
     def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
         """Decode up to the last frame that is needed where the decoder is causal, and otherwise the whole clip."""
@@ -210,6 +217,7 @@ class Ltx2Spec(VideoTransformerSpec):
     """LTX-2, text to video with sound: a flow whose shift depends on the number of latents, and which ends at 0.1."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
+    transformer: str | None = None  # file with other weights of the network, with diffusers' or the authors' keys
     height: VideoSide = 512
     width: VideoSide = 768
     frames: int = 121  # 8 n + 1
@@ -223,9 +231,10 @@ class Ltx2Spec(VideoTransformerSpec):
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = LTX2
     backbone_class = Ltx2Backbone
+    tiny_side = 64  # the decoder's reflections need two latents per side
     compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "LTX2Pipeline", "transformer", "lora_unet", ltx2_to_original, comfyui_layer=ltx2_layer_name
+        "LTX2Pipeline", "transformer", "lora_unet", ltx2_to_original, comfyui_layer=str
     )
 
     def __post_init__(self) -> None:
@@ -250,9 +259,6 @@ class Ltx2Spec(VideoTransformerSpec):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.video_tokens + self.audio_tokens, COMPRESSION.channels
-
-    def tiny(self) -> Ltx2Spec:
-        return replace(super().tiny(), height=64, width=64)  # the decoder's reflections need two latents per side
 
     @property
     def decode_tile_latents(self) -> int | None:

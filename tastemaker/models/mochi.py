@@ -27,7 +27,7 @@ from .video_backbone import (
     VideoTransformerSpec,
     latents_needed,
 )
-from .video_checkpoint_keys import mochi_to_original, refuse_fused_layers
+from .video_checkpoint_keys import mochi_to_original
 
 COMPRESSION = VideoCompression(channels=12, spatial_ratio=8, temporal_ratio=6)
 CONFIGS: ComponentConfigs = {
@@ -116,7 +116,7 @@ class MochiSpec(VideoTransformerSpec):
     backbone_class = MochiBackbone
     compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "MochiPipeline", "transformer", "lora_unet", mochi_to_original, comfyui_layer=refuse_fused_layers
+        "MochiPipeline", "transformer", "lora_unet", mochi_to_original, comfyui_layer=str
     )
 
     @property

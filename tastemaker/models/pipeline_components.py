@@ -7,31 +7,40 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..core.model_spec import ModelSpec
-from ..core.policy import Process
+from ..core.model_spec import ModelSpec, Tensors
+from ..core.policy import Backbone, Process
 from ..core.registry import ConfigError
 from ..core.safe_files import read_json_object
 from ..core.types import Placement
 from ..data.embedding_store import fingerprint_file
 from ..processes.gaussian import GaussianProcess
+from .checkpoint_keys import TensorShapes
 from .component_configs import ComponentConfigs
 from .deferred_loading import defer_weights, open_folder
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
-from .pretrained import PIPELINE_INDEX, WeightsSource, detect_weight_format, find_weights, silence_libraries
+from .pretrained import (
+    PIPELINE_INDEX,
+    WeightsSource,
+    detect_weight_format,
+    find_weights,
+    read_single_file,
+    silence_libraries,
+)
 from .sentencepiece_tokenizer import load_t5_tokenizer, needs_conversion
 from .text_encoders import ByteTokenizer, CachedTextEncoder, TextEncoder, TextEncoders
 
 TINY = "tiny"  # `weights: tiny`: small random networks, for tests
 RANDOM = "random"  # `weights: random` or `random:HUB_ID`: random networks of the published size, to measure speed
+SINGLE_FILES = ("transformer", "transformer_2", "unet")  # settings that replace a network by that of a file
 ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")  # default LoRA targets of most published generators
 JOINT_ATTENTION_LAYERS = (*ATTENTION_LAYERS, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # of MM-DiT blocks
 
@@ -67,6 +76,18 @@ class PublishedSpec(ModelSpec):
     weights: str
     embeddings: Path | None
     seed: int
+    tiny_side: ClassVar[int] = 32  # pixels of samples of the small random version
+    tiny_text_tokens: ClassVar[int] = 16
+
+    def tiny(self) -> Self:
+        spec = cast(Any, self)  # a dataclass, which this base class is not
+        names = {f.name for f in fields(spec)}
+        settings: dict[str, Any] = dict.fromkeys(names.intersection(SINGLE_FILES))
+        if "max_text_tokens" in names:
+            settings["max_text_tokens"] = min(spec.max_text_tokens, self.tiny_text_tokens)
+        side = self.tiny_side
+        small: Self = replace(spec, weights=TINY, height=side, width=side, embeddings=None, **settings)
+        return small
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
@@ -106,16 +127,21 @@ class PublishedSpec(ModelSpec):
 
 
 class ImageSpec(PublishedSpec):
-    """Settings of a published image generator; each latent covers 8x8 pixels."""
+    """Settings of a published image generator."""
 
     frames: ClassVar[int] = 1
     latent_channels: ClassVar[int]
+    pixels_per_latent: ClassVar[int] = DOWNSAMPLE_FACTOR  # and side
+    backbone_class: ClassVar[Callable[..., Backbone]]
     height: int
     width: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return 1, self.latent_channels, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
+        return 1, self.latent_channels, self.height // self.pixels_per_latent, self.width // self.pixels_per_latent
+
+    def load(self, placement: Placement) -> Backbone:
+        return self.backbone_class(self, placement)
 
 
 def weight_sources(name: str, *known: WeightsSource) -> tuple[WeightsSource, ...]:
@@ -148,7 +174,7 @@ class PipelineComponents:
                 f"model.weights: {self.path} is a file; give a folder in diffusers' layout, such as {source.hub}, "
                 "and set model.transformer or model.unet to the file of the network [TM497]"
             )
-        self.placement, self.seed = placement, seed
+        self.source, self.placement, self.seed = source, placement, seed
         self.configs = tiny_configs
         if self.full_size:
             known, hub = published_configs or {}, hub or source.hub
@@ -183,6 +209,24 @@ class PipelineComponents:
     def tensor_shapes(self, component: str, network_class: Any) -> dict[str, torch.Size]:
         """Return the shapes of a diffusers network's state dict, without allocating its weights."""
         return {key: x.shape for key, x in self._build_empty(component, network_class).state_dict().items()}
+
+    def load_transformer(
+        self,
+        network_class: Any,
+        file: str | None = None,
+        to_diffusers_keys: Callable[[Tensors, TensorShapes], Tensors] | None = None,
+        component: str = "transformer",
+    ) -> nn.Module:
+        """Load the transformer to be trained: that of the folder, or with the tensors of a single file.
+
+        `to_diffusers_keys` renames the file's tensors, given the shapes of the network; without it, names are kept.
+        """
+        if file is None:
+            return self.load_trainable(component, network_class)
+        tensors = read_single_file(file, self.source)
+        if to_diffusers_keys is not None:
+            tensors = to_diffusers_keys(tensors, self.tensor_shapes(component, network_class))
+        return self.load_trainable(component, network_class, tensors)
 
     def load_trainable(
         self, component: str, network_class: Any, tensors: Mapping[str, Tensor] | None = None

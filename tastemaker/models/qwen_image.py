@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,20 +10,19 @@ from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from ..core.distributions import expand_dims_like
 from ..core.model_spec import PipelineLayout
-from ..core.types import Condition, Metadata, Placement, Prompts
+from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
 from .checkpoint_keys import keep_names
-from .component_configs import ComponentConfigs
-from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone
-from .latent_packing import move_padding_last, pack_latents, trim_padding, unpack_latents
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
-from .text_encoders import TextEncoder, TextEncoders
+from .component_configs import QWEN25_VL_7B, ComponentConfigs
+from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone, VaeAdapter, cast_to_network_dtype
+from .language_encoders import TemplateEncoder, load_decoder
+from .latent_packing import pack_latents, trim_padding, unpack_latents
+from .pipeline_components import JOINT_ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
 LATENT_CHANNELS = 16
@@ -43,6 +42,7 @@ CONFIGS: ComponentConfigs = {
         "axes_dims_rope": (16, 56, 56),
     },
     "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+    "text_encoder": QWEN25_VL_7B,
 }
 TINY_CONFIGS: ComponentConfigs = {
     "transformer": {
@@ -82,26 +82,18 @@ SOURCE = WeightsSource("Qwen/Qwen-Image", size="58 GB", license="Apache-2.0")
 QWEN_IMAGE = PublishedModel("qwen_image", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
-class SingleFrameVae:
+class SingleFrameVae(VaeAdapter):
     """A video VAE for clips of one frame, decoded stage by stage without its cache of earlier frames."""
 
     def __init__(self, net: Any, checkpoint_decoder: bool, stretch_contrast: bool) -> None:
-        self.net, self.dtype = net, net.dtype
-        self.checkpoint_decoder, self.stretch_contrast = checkpoint_decoder, stretch_contrast
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        parameters: Iterator[nn.Parameter] = self.net.parameters()
-        return parameters
-
-    def encode(self, pixels: Tensor) -> Any:
-        return self.net.encode(pixels)
+        super().__init__(net, checkpoint_decoder)
+        self.stretch_contrast = stretch_contrast
 
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
         """Decode latents [N, C, 1, h, w] stage by stage: diffusers' decoder has no gradient checkpointing."""
         decoder = self.net.decoder
         x = decoder.conv_in(self.net.post_quant_conv(latents))
-        for stage in (decoder.mid_block, *decoder.up_blocks):
-            x = checkpoint(stage, x, use_reentrant=False) if self.checkpoint_decoder else stage(x)
+        x = self.run_stages(x, (decoder.mid_block, *decoder.up_blocks))
         pixels = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
         return (stretch_contrast(pixels) if self.stretch_contrast and torch.is_grad_enabled() else pixels,)
 
@@ -112,33 +104,6 @@ def stretch_contrast(x: Tensor) -> Tensor:
     return 2 * (x - expand_dims_like(low, x)) / expand_dims_like((high - low).clamp(min=1e-6), x) - 1
 
 
-class QwenPromptEncoder(TextEncoders):
-    """The language model's prompt_embeds [B, max_text_tokens, D], padding last; and their number, lengths [B]."""
-
-    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
-        # Small random encoders read bytes: the template alone would exceed any length.
-        self.template, self.prefix = ("{}", 0) if components.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
-        self.text_encoder = load_language_model(components, max_text_tokens + self.prefix)
-        self.text_encoders = (self.text_encoder,)
-
-    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        texts = [self.template.format(prompt) for prompt in prompts]
-        mask = self.text_encoder.tokenize(texts)["attention_mask"]
-        embeds = self.text_encoder(texts, use_attention_mask=True).last_hidden_state
-        prompt_embeds, lengths = move_padding_last(embeds, mask)
-        return {"prompt_embeds": prompt_embeds[:, self.prefix :], "lengths": lengths - self.prefix}
-
-
-def load_language_model(components: PipelineComponents, max_length: int) -> TextEncoder:
-    """Load Qwen2.5-VL without its vision tower and its output layer."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    full = components.load_text_encoder("text_encoder", Qwen2_5_VLForConditionalGeneration, "tokenizer", max_length)
-    language_model: Any = full.net.model
-    language_model.visual = None
-    return replace(full, net=language_model)
-
-
 class QwenImageBackbone(ImageBackbone):
     """Denoises packed latents [h/2, w/2, 64] of any size; the transformer predicts the velocity noise - clean at t."""
 
@@ -146,8 +111,7 @@ class QwenImageBackbone(ImageBackbone):
         from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
         components = spec.components(placement)
-        tensors = None if spec.transformer is None else read_single_file(spec.transformer, SOURCE)
-        net: Any = components.load_trainable("transformer", QwenImageTransformer2DModel, tensors)
+        net: Any = components.load_transformer(QwenImageTransformer2DModel, spec.transformer)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}."
         # Nothing reads the text tokens that leave the last block.
         layers = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
@@ -159,21 +123,16 @@ class QwenImageBackbone(ImageBackbone):
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
 
-    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        tensors = self.prompt_encoder(prompts)
-        # Lengths stay on the CPU, so that trimming to the longest prompt needs no device synchronization.
-        return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
-
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         return self.predict_tokens(x.flatten(1, 2), t, cond, [x.shape[1:3]]).view_as(x)
 
     def predict_tokens(self, tokens: Tensor, t: Tensor, cond: Condition, sizes: Sequence[Sequence[int]]) -> Tensor:
         """Return the velocity of packed latents [B, n, 64]: those of images of these heights and widths in a row."""
         prompt_embeds, mask = trim_padding(cond.tensors["prompt_embeds"], cond.tensors.get("lengths"))
-        dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
+        latents, text = cast_to_network_dtype(self.net, tokens, prompt_embeds)
         velocity: Tensor = self.net(
-            hidden_states=tokens.to(dtype),
-            encoder_hidden_states=prompt_embeds.to(dtype),
+            hidden_states=latents,
+            encoder_hidden_states=text,
             encoder_hidden_states_mask=None if mask is None else mask.to(tokens.device),
             timestep=t,
             img_shapes=[[(1, height, width) for height, width in sizes]] * len(tokens),
@@ -209,6 +168,8 @@ class QwenImageSpec(ImageSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     supports_context_parallel: ClassVar[bool] = True
+    backbone_class: ClassVar[Callable[..., QwenImageBackbone]] = QwenImageBackbone
+    tiny_text_tokens = 32
     published: ClassVar[PublishedModel] = QWEN_IMAGE
     layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImagePipeline", "transformer", "lora_unet", keep_names)
 
@@ -217,14 +178,10 @@ class QwenImageSpec(ImageSpec):
         factor = 2 * DOWNSAMPLE_FACTOR
         return self.height // factor, self.width // factor, 4 * LATENT_CHANNELS
 
-    def load_text_encoders(self, components: PipelineComponents) -> QwenPromptEncoder:
-        return QwenPromptEncoder(components, self.max_text_tokens)
+    def load_text_encoders(self, components: PipelineComponents) -> TemplateEncoder:
+        from transformers import Qwen2_5_VLForConditionalGeneration
 
-    def load(self, placement: Placement) -> QwenImageBackbone:
-        return QwenImageBackbone(self, placement)
-
-    def tiny(self) -> QwenImageSpec:
-        tokens = min(self.max_text_tokens, 32)
-        return replace(
-            self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=tokens, embeddings=None
-        )
+        # Small random encoders read bytes: the template alone would exceed any length.
+        template, prefix = ("{}", 0) if components.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
+        encoder = load_decoder(components, Qwen2_5_VLForConditionalGeneration, self.max_text_tokens + prefix)
+        return TemplateEncoder(encoder, template, prefix)

@@ -5,28 +5,29 @@ Only text-to-image is implemented: images in a prompt's metadata, which the netw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ..core.model_spec import PipelineLayout
+from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import keep_names
-from .component_configs import ComponentConfigs
-from .image_backbone import ImageBackbone, predict_by_layout
-from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
-from .text_encoders import TextEncoders
+from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, rename_and_concat, split_and_rename
+from .component_configs import QWEN3_VL_8B, ComponentConfigs
+from .image_backbone import ImageBackbone, VaeAdapter, cast_to_network_dtype, predict_by_layout
+from .language_encoders import TemplateEncoder, load_decoder
+from .pipeline_components import ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=32)]
 LATENT_CHANNELS, PIXELS_PER_LATENT = 64, 16
+HALVES = ("gate_layer", "proj")  # layers of the gated MLP, in the order of ComfyUI's fused layer
 TOKENS_PER_SLOT = 4  # image tokens that one place of the text encoder stands for
 SYSTEM_TURN = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 TEMPLATE = SYSTEM_TURN + "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -42,6 +43,7 @@ CONFIGS: ComponentConfigs = {
         "axes_dims_rope": (16, 56, 56),
     },
     "vae": {"base_dim": 96, "decoder_base_dim": 144, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 4, 8, 8]},
+    "text_encoder": QWEN3_VL_8B,
 }
 TINY_CONFIGS: ComponentConfigs = {
     "transformer": {
@@ -83,17 +85,19 @@ TINY_CONFIGS: ComponentConfigs = {
 }
 SOURCE = WeightsSource("Qwen/Qwen-Image-2.1", size="about 32 GB", license="Qwen Research License Agreement")
 QWEN_IMAGE_21 = PublishedModel("qwen_image_21", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+KEY_RULES: KeyRules = (  # of ComfyUI, which fuses the halves of a gated layer
+    *((rf"transformer_blocks\.(\d+)\.img_mlp\.{half}\.", r"transformer_blocks.\1.img_mlp.gate_up.") for half in HALVES),
+    KEEP_OTHER_NAMES,
+)
 
 
-class TransparentVae:
+def qwen_image_21_to_comfyui(tensors: Tensors, config: Any) -> Tensors:
+    """Rename a transformer's tensors as ComfyUI does."""
+    return rename_and_concat(tensors, KEY_RULES)
+
+
+class TransparentVae(VaeAdapter):
     """The VAE of one frame with an alpha channel: opaque when it encodes, over white when it decodes."""
-
-    def __init__(self, net: Any, checkpoint_decoder: bool) -> None:
-        self.net, self.dtype, self.checkpoint_decoder = net, net.dtype, checkpoint_decoder
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        parameters: Iterator[nn.Parameter] = self.net.parameters()
-        return parameters
 
     def encode(self, pixels: Tensor) -> Any:
         return self.net.encode(torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1))
@@ -102,43 +106,10 @@ class TransparentVae:
         """Decode latents [N, C, 1, h, w] stage by stage to pixels [N, 3, 1, H, W] in [-1, 1]."""
         decoder = self.net.decoder
         x = decoder.mid_block(decoder.conv_in(self.net.post_quant_conv(latents)))
-        for stage in decoder.up_blocks:
-            if self.checkpoint_decoder and torch.is_grad_enabled():
-                x = checkpoint(stage, x, first_chunk=True, use_reentrant=False)
-            else:
-                x = stage(x, first_chunk=True)
+        x = self.run_stages(x, [partial(stage, first_chunk=True) for stage in decoder.up_blocks])
         x = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x))).clamp(-1, 1)
         alpha = x[:, 3:] / 2 + 0.5
         return (x[:, :3] * alpha + (1 - alpha),)
-
-
-class Qwen3PromptEncoder(TextEncoders):
-    """The language model's prompt_embeds [B, max_text_tokens, D] before its last norm, padding last; lengths [B]."""
-
-    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
-        from transformers import Qwen3VLForConditionalGeneration
-
-        # Small random encoders read bytes: the template alone would exceed any length.
-        self.template, self.prefix = ("{}", 0) if components.path is None else (TEMPLATE, 0)
-        full = components.load_text_encoder(
-            "text_encoder", Qwen3VLForConditionalGeneration, "processor", max_text_tokens
-        )
-        if components.path is not None:
-            self.prefix = len(full.tokenizer(SYSTEM_TURN, add_special_tokens=False).input_ids)
-        language_model: Any = full.net.model.language_model  # without vision tower and output layer
-        language_model.norm = nn.Identity()
-        self.text_encoder = replace(full, net=language_model, max_length=max_text_tokens + self.prefix)
-        self.text_encoders = (self.text_encoder,)
-
-    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        texts = [self.template.format(prompt or " ") for prompt in prompts]  # an empty prompt has no token
-        mask = self.text_encoder.tokenize(texts)["attention_mask"]
-        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # padding last, wherever the tokenizer puts it
-        prompt_embeds = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
-        return {
-            "prompt_embeds": prompt_embeds.take_along_dim(order, 1)[:, self.prefix :],
-            "lengths": mask.sum(1) - self.prefix,
-        }
 
 
 class QwenImage21Backbone(ImageBackbone):
@@ -153,8 +124,8 @@ class QwenImage21Backbone(ImageBackbone):
         from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 
         components = spec.components(placement)
-        tensors = None if spec.transformer is None else read_single_file(spec.transformer, SOURCE)
-        self.net = components.load_trainable("transformer", QwenImage21Transformer2DModel, tensors)
+        to_diffusers_keys = partial(split_and_rename, rules=KEY_RULES)
+        self.net = components.load_transformer(QwenImage21Transformer2DModel, spec.transformer, to_diffusers_keys)
         vae = components.load_vae("vae", AutoencoderKLQwenImage21, gradient_checkpointing=False, is_video=True)
         net = TransparentVae(vae.net, spec.checkpoint_decoder)
         self.autoencoder = replace(vae, net=net, downsample_factor=PIXELS_PER_LATENT)
@@ -167,9 +138,7 @@ class QwenImage21Backbone(ImageBackbone):
                 "the prompts have an `image` in their metadata, but only text-to-image is implemented for Qwen-Image "
                 "2.1; use the model qwen_image_edit, or data without images [TM2458]"
             )
-        tensors = self.prompt_encoder(prompts)
-        # Lengths stay on the CPU, where samples are grouped by them.
-        return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
+        return super().embed(prompts, metadata)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         lengths = cond.tensors.get("lengths")
@@ -179,12 +148,12 @@ class QwenImage21Backbone(ImageBackbone):
 
     def _predict_group(self, x: Tensor, t: Tensor, cond: Condition, length: int) -> Tensor:
         """Predict samples whose prompts have one length, in one network call."""
-        dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         tokens = x[:, 0].flatten(2).transpose(1, 2)
+        latents, text = cast_to_network_dtype(self.net, tokens, cond.tensors["prompt_embeds"][:, :length])
         slots = torch.arange(length + tokens.shape[1] // TOKENS_PER_SLOT, device=x.device) >= length
         velocity: Tensor = self.net(
-            hidden_states=tokens.to(dtype),
-            encoder_hidden_states=cond.tensors["prompt_embeds"][:, :length].to(dtype),
+            hidden_states=latents,
+            encoder_hidden_states=text,
             timestep=t,
             img_shapes=[[(1, *x.shape[3:])]] * len(x),
             img_mask=slots.expand(len(x), -1),
@@ -198,29 +167,28 @@ class QwenImage21Spec(ImageSpec):
     """Qwen-Image 2.1, text-to-image: a flow whose timestep shift depends on the image size, without guidance."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
-    transformer: str | None = None  # file with other weights of the network
+    transformer: str | None = None  # file with other weights of the network, with diffusers' or ComfyUI's keys
     height: Side = 2048
     width: Side = 2048
     max_text_tokens: Annotated[int, Field(ge=1, le=4096)] = 1024  # maximum sequence length of prompts
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a fraction of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    latent_channels = LATENT_CHANNELS
+    latent_channels, pixels_per_latent = LATENT_CHANNELS, PIXELS_PER_LATENT
+    backbone_class = QwenImage21Backbone
+    tiny_side, tiny_text_tokens = 64, 32
     published: ClassVar[PublishedModel] = QWEN_IMAGE_21
-    layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImage21Pipeline", "transformer", "", keep_names)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "QwenImage21Pipeline", "transformer", "lora_unet", qwen_image_21_to_comfyui, comfyui_layer=str
+    )
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return 1, LATENT_CHANNELS, self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
+    def load_text_encoders(self, components: PipelineComponents) -> TemplateEncoder:
+        from transformers import Qwen3VLForConditionalGeneration
 
-    def load_text_encoders(self, components: PipelineComponents) -> Qwen3PromptEncoder:
-        return Qwen3PromptEncoder(components, self.max_text_tokens)
-
-    def load(self, placement: Placement) -> QwenImage21Backbone:
-        return QwenImage21Backbone(self, placement)
-
-    def tiny(self) -> QwenImage21Spec:
-        tokens = min(self.max_text_tokens, 32)
-        return replace(
-            self, weights=TINY, transformer=None, height=64, width=64, max_text_tokens=tokens, embeddings=None
-        )
+        encoder = load_decoder(components, Qwen3VLForConditionalGeneration, self.max_text_tokens, "processor")
+        encoder.net.norm = nn.Identity()
+        template, prefix = "{}", 0  # small random encoders read bytes: the template alone would exceed any length
+        if components.path is not None:
+            template, prefix = TEMPLATE, len(encoder.tokenizer(SYSTEM_TURN, add_special_tokens=False).input_ids)
+        # An empty prompt has no token.
+        return TemplateEncoder(replace(encoder, max_length=encoder.max_length + prefix), template, prefix, empty=" ")

@@ -22,7 +22,7 @@ from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
 from .image_backbone import predict_by_layout, read_source_images, resize_and_center_crop, resize_with_lanczos
 from .latent_packing import pack_latents
-from .pipeline_components import TINY, PipelineComponents, PublishedModel
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, silence_libraries
 from .qwen_image import CONFIGS, QwenImageBackbone, QwenImageSpec, Side
 from .qwen_image import TINY_CONFIGS as QWEN_IMAGE_TINY
@@ -310,6 +310,7 @@ class QwenImageEditSpec(QwenImageSpec):
     condition_pixels: Annotated[int, Field(ge=1024)] = 384 * 384  # area of a source for Qwen2.5-VL
     supports_context_parallel: ClassVar[bool] = False
     published: ClassVar[PublishedModel] = QWEN_IMAGE_EDIT
+    backbone_class = QwenImageEditBackbone
     embedding_settings: ClassVar[Mapping[str, str]] = {
         "max_text_tokens": "max_text_tokens",
         "condition_pixels": "condition_pixels",
@@ -329,11 +330,5 @@ class QwenImageEditSpec(QwenImageSpec):
             self.embeddings,
         )
 
-    def load(self, placement: Placement) -> QwenImageEditBackbone:
-        return QwenImageEditBackbone(self, placement)
-
     def tiny(self) -> QwenImageEditSpec:
-        return replace(
-            self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=32, source_pixels=32 * 32,
-            condition_pixels=32 * 32, embeddings=None,
-        )  # fmt: skip
+        return replace(super().tiny(), source_pixels=32 * 32, condition_pixels=32 * 32)

@@ -5,7 +5,7 @@ Sprint is distilled to one to four steps by continuous-time consistency: its gui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +14,17 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..core.distributions import expand_dims_like
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Metadata, Placement, Prompts
 from ..core.weights import NetworkTraits
 from ..processes.paths import trigflow_angle
-from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename
 from .component_configs import ComponentConfigs
-from .image_backbone import ImageBackbone, cast_to_network_dtype
-from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .image_backbone import ImageBackbone, VaeAdapter, cast_to_network_dtype
+from .pipeline_components import ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=32)]
@@ -74,6 +73,7 @@ SANA_1600M: ComponentConfigs = {
         "sample_size": 32,
     },
     "vae": DC_AE,
+    "text_encoder": {},  # Gemma 2 2B: the defaults of transformers
 }
 SPRINT_SETTINGS = {"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}
 SPRINT_1600M: ComponentConfigs = {
@@ -179,14 +179,8 @@ class DeterministicLatents:
         return self.latents
 
 
-class DeepCompressionVae:
+class DeepCompressionVae(VaeAdapter):
     """DC-AE with gradient checkpointing of its decoder, block by block: diffusers' network has none."""
-
-    def __init__(self, net: Any, checkpoint_decoder: bool) -> None:
-        self.net, self.dtype, self.checkpoint_decoder = net, net.dtype, checkpoint_decoder
-
-    def parameters(self) -> Any:
-        return self.net.parameters()
 
     def encode(self, pixels: Tensor) -> DeterministicLatents:
         return DeterministicLatents(self.net.encode(pixels).latent)
@@ -198,9 +192,7 @@ class DeepCompressionVae:
         decoder = self.net.decoder
         repeated = latents.repeat_interleave(decoder.in_shortcut_repeats, 1) if decoder.in_shortcut else 0
         x = decoder.conv_in(latents) + repeated
-        for stage in reversed(decoder.up_blocks):
-            for block in stage:
-                x = checkpoint(block, x, use_reentrant=False)
+        x = self.run_stages(x, [block for stage in reversed(decoder.up_blocks) for block in stage])
         x = decoder.conv_act(decoder.norm_out(x.movedim(1, -1)).movedim(-1, 1))
         return (decoder.conv_out(x),)
 
@@ -251,11 +243,8 @@ class SanaBackbone(ImageBackbone):
     def __init__(self, spec: SanaSpec, placement: Placement) -> None:
         from diffusers import AutoencoderDC, SanaTransformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            file = read_single_file(spec.transformer, spec.published.releases[0])
-            tensors = to_diffusers_keys(file, components)
-        self.net = components.load_trainable("transformer", SanaTransformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net = components.load_transformer(SanaTransformer2DModel, spec.transformer, to_diffusers_keys)
         vae = components.load_vae("vae", AutoencoderDC, gradient_checkpointing=False)
         net = DeepCompressionVae(vae.net, spec.checkpoint_decoder)
         self.autoencoder = replace(vae, net=net, downsample_factor=PIXELS_PER_LATENT)
@@ -289,14 +278,12 @@ class SanaBackbone(ImageBackbone):
         return output
 
 
-def to_diffusers_keys(tensors: Tensors, components: PipelineComponents) -> Tensors:
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
     """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if not any(key.startswith("blocks.") for key in tensors):
         return tensors
-    from diffusers import SanaTransformer2DModel
-
     read = {key: x for key, x in tensors.items() if not key.startswith(UNREAD_KEYS)}
-    return split_and_rename(read, components.tensor_shapes("transformer", SanaTransformer2DModel), KEY_RULES)
+    return split_and_rename(read, shapes, KEY_RULES)
 
 
 class SanaSprintBackbone(SanaBackbone):
@@ -335,26 +322,15 @@ class SanaSpec(ImageSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, block by block
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    latent_channels = LATENT_CHANNELS
+    latent_channels, pixels_per_latent = LATENT_CHANNELS, PIXELS_PER_LATENT
+    backbone_class: ClassVar[Callable[..., SanaBackbone]] = SanaBackbone
+    tiny_side = 64
     negative_mark: ClassVar[str] = NEGATIVE_MARK
     published: ClassVar[PublishedModel] = SANA
     layout: ClassVar[PipelineLayout] = PipelineLayout("SanaPipeline", "transformer", "", sana_to_original)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return 1, LATENT_CHANNELS, self.height // PIXELS_PER_LATENT, self.width // PIXELS_PER_LATENT
-
     def load_text_encoders(self, components: PipelineComponents) -> SanaPromptEncoder:
         return SanaPromptEncoder(components, self.max_text_tokens)
-
-    def load(self, placement: Placement) -> SanaBackbone:
-        return SanaBackbone(self, placement)
-
-    def tiny(self) -> Self:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(
-            self, weights=TINY, transformer=None, height=64, width=64, max_text_tokens=tokens, embeddings=None
-        )
 
 
 @dataclass(frozen=True)
@@ -363,8 +339,6 @@ class SanaSprintSpec(SanaSpec):
 
     weights: str = SPRINT_SOURCE.hub  # hub id, or folder in diffusers' layout
     guidance_scale: float = 4.5  # distilled guidance, an input of the network
+    backbone_class = SanaSprintBackbone
     published: ClassVar[PublishedModel] = SPRINT
     layout: ClassVar[PipelineLayout] = PipelineLayout("SanaSprintPipeline", "transformer", "", sana_to_original)
-
-    def load(self, placement: Placement) -> SanaSprintBackbone:
-        return SanaSprintBackbone(self, placement)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from ..core.weights import NetworkTraits
 from .checkpoint_keys import rename_and_concat
 from .component_configs import CLIP_L, SD_VAE, ComponentConfigs
 from .image_backbone import ImageBackbone, cast_to_network_dtype, check_image_shape, check_image_size, unet_timestep
-from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
+from .pipeline_components import ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, find_weights, load_state_dict, silence_libraries
 from .text_encoders import TextEncoder, TextEncoders
 
@@ -196,10 +196,6 @@ class UnetImageSpec(ImageSpec):
         """Return the components to load the VAE from."""
         return components
 
-    def tiny(self) -> Self:
-        small: Self = replace(cast(Any, self), weights=TINY, unet=None, height=32, width=32, embeddings=None)
-        return small
-
 
 @dataclass(frozen=True)
 class Sd15Spec(UnetImageSpec):
@@ -213,6 +209,7 @@ class Sd15Spec(UnetImageSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = SD15
+    backbone_class = Sd15Backbone
     embedding_settings = {}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusionPipeline", "unet", "lora_unet", sd_unet_to_original
@@ -220,6 +217,3 @@ class Sd15Spec(UnetImageSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> ClipPromptEncoder:
         return ClipPromptEncoder.load(components)
-
-    def load(self, placement: Placement) -> Sd15Backbone:
-        return Sd15Backbone(self, placement)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -16,11 +16,11 @@ from ..core.model_spec import PipelineLayout, Tensors
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_G, CLIP_L, T5_XXL, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone, cast_to_network_dtype
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pipeline_components import JOINT_ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource
 from .text_encoders import TextEncoder, TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
@@ -175,10 +175,7 @@ class Sd3Backbone(ImageBackbone):
         components = spec.components(placement)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         check_position_table(components, spec)
-        tensors = None
-        if spec.transformer is not None:
-            tensors = to_diffusers_keys(read_single_file(spec.transformer, SD3.source(spec.weights)), components)
-        net: Any = components.load_trainable("transformer", SD3Transformer2DModel, tensors)
+        net: Any = components.load_transformer(SD3Transformer2DModel, spec.transformer, to_diffusers_keys)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
         # The queries of the text in the last block are not used.
         unused = (f"{last}add_q_proj.", f"{last}norm_added_q.")
@@ -211,13 +208,10 @@ def check_position_table(components: PipelineComponents, spec: Sd3Spec) -> None:
         )
 
 
-def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents) -> dict[str, Tensor]:
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
     """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if not any(key.startswith("joint_blocks.") for key in tensors):
         return tensors
-    from diffusers import SD3Transformer2DModel
-
-    shapes = components.tensor_shapes("transformer", SD3Transformer2DModel)
     blocks = [int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks.")]
     renamed, prefixes = split_and_rename(tensors, shapes, KEY_RULES), _continuous_norms(1 + max(blocks))
     return {**renamed, **{key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith(prefixes)}}
@@ -250,6 +244,7 @@ class Sd3Spec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = SD3
+    backbone_class = Sd3Backbone
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     embedding_settings = {"max_text_tokens": "max_text_tokens", "t5": "use_t5"}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
@@ -258,12 +253,3 @@ class Sd3Spec(ImageSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> Sd3PromptEncoder:
         return Sd3PromptEncoder(components, self)
-
-    def load(self, placement: Placement) -> Sd3Backbone:
-        return Sd3Backbone(self, placement)
-
-    def tiny(self) -> Sd3Spec:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(
-            self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=tokens, embeddings=None
-        )

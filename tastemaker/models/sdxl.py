@@ -114,6 +114,7 @@ class SdxlSpec(UnetImageSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = SDXL
+    backbone_class = SdxlBackbone
     addition_embed_type = "text_time"
     text_encoders = ("text_encoder", "text_encoder_2")
     embedding_settings = {"empty": "empty_prompt"}
@@ -129,6 +130,3 @@ class SdxlSpec(UnetImageSpec):
 
     def load_text_encoders(self, components: PipelineComponents) -> SdxlPromptEncoder:
         return SdxlPromptEncoder(components, self.empty_prompt)
-
-    def load(self, placement: Placement) -> SdxlBackbone:
-        return SdxlBackbone(self, placement)

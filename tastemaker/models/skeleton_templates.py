@@ -8,7 +8,7 @@ MODEL = Template('''"""$class_name, from the $pipeline of diffusers. TODO: what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from tastemaker.core.model_spec import PipelineLayout
 from tastemaker.models.checkpoint_keys import reject_unknown_names
 from tastemaker.models.component_configs import ComponentConfigs
 from tastemaker.models.image_backbone import ImageBackbone
-${imports}from tastemaker.models.pipeline_components import TINY, ImageSpec, PipelineComponents, PublishedModel
+${imports}from tastemaker.models.pipeline_components import ImageSpec, PipelineComponents, PublishedModel
 from tastemaker.models.pretrained import WeightsSource
 from tastemaker.models.text_encoders import TextEncoders
 
@@ -70,16 +70,11 @@ class ${class_name}Spec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels = 16
     published: ClassVar[PublishedModel] = PUBLISHED
+    backbone_class = ${class_name}Backbone
     layout: ClassVar[PipelineLayout] = PipelineLayout("$pipeline", "$component", "", reject_unknown_names)
 
     def load_text_encoders(self, components: PipelineComponents) -> TextEncoders:
         raise NotImplementedError("TODO: write load_text_encoders, as tastemaker/models/z_image.py does")
-
-    def load(self, placement: Placement) -> ${class_name}Backbone:
-        return ${class_name}Backbone(self, placement)
-
-    def tiny(self) -> ${class_name}Spec:
-        return replace(self, weights=TINY, height=32, width=32, max_text_tokens=16, embeddings=None)
 ''')
 RECIPE = Template("""# Flow-GRPO on $class_name with LoRA. TODO: the settings of its authors.
 # tastemaker train $name.yaml

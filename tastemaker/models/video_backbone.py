@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Protocol, Self, cast
@@ -11,14 +11,15 @@ from typing import Annotated, Any, ClassVar, Protocol, Self, cast
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from ..core.model_spec import Tensors
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
+from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, TensorShapes, split_and_rename
 from .decoder_tiles import decode_in_tiles, decode_in_time_tiles
 from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
-from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
+from .pipeline_components import ATTENTION_LAYERS, PipelineComponents, PublishedSpec
 from .text_encoders import TextEncoder, TextEncoders, disable_autocast
 
 VideoSide = Annotated[int, Field(ge=16, le=4096)]
@@ -87,11 +88,6 @@ class FrozenVideoVae:
         return (pixels / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
-def checkpoint_if(function: Callable[..., Any], enabled: bool, *args: Any) -> Any:
-    """Call a function, with activation checkpointing if it is enabled and gradients are computed."""
-    return checkpoint(function, *args, use_reentrant=False) if enabled and torch.is_grad_enabled() else function(*args)
-
-
 def latents_needed(frames: Sequence[int], temporal_ratio: int) -> int:
     """Count the latents before and at the last of `frames`: the first latent is one frame, each other several."""
     return 1 + -(-max(frames) // temporal_ratio)
@@ -147,6 +143,7 @@ class VideoTransformerSpec(VideoSpec):
     """Settings of a text-to-video transformer."""
 
     backbone_class: ClassVar[type[VideoBackbone]]
+    transformer: str | None = None  # single file of the network, of models that have this setting
     checkpoint_decoder: bool
     decode_tile_size: int | None
     max_text_tokens: int
@@ -177,8 +174,7 @@ class VideoTransformerSpec(VideoSpec):
         return self.backbone_class(self, placement)
 
     def tiny(self) -> Self:
-        settings = {"frames": 1 + self.compression.chunk_frames, "max_text_tokens": min(self.max_text_tokens, 16)}
-        small: Self = replace(cast(Any, self), weights=TINY, height=32, width=32, embeddings=None, **settings)
+        small: Self = replace(cast(Any, super().tiny()), frames=1 + self.compression.chunk_frames)
         return small
 
 
@@ -190,6 +186,7 @@ class VideoBackbone(TextConditionedBackbone):
 
     network_class: ClassVar[str]  # of diffusers
     vae_class: ClassVar[str]  # of diffusers
+    key_rules: ClassVar[KeyRules] = (KEEP_OTHER_NAMES,)  # the authors' names in single files
     spec: VideoTransformerSpec
 
     def __init__(self, spec: VideoTransformerSpec, placement: Placement) -> None:
@@ -211,7 +208,12 @@ class VideoBackbone(TextConditionedBackbone):
         """Load the transformer."""
         import diffusers
 
-        return components.load_trainable("transformer", getattr(diffusers, self.network_class))
+        network_class = getattr(diffusers, self.network_class)
+        return components.load_transformer(network_class, self.spec.transformer, self.to_diffusers_keys)
+
+    def to_diffusers_keys(self, tensors: Tensors, shapes: TensorShapes) -> Tensors:
+        """Rename the tensors of a single file to diffusers' keys."""
+        return split_and_rename(tensors, shapes, self.key_rules)
 
     def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:
         """Load the VAE."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ..core.model_spec import Tensors
-from ..core.registry import ConfigError
 from .checkpoint_keys import KeyRules, rename_and_concat, swap_scale_shift
 
 WAN_RULES: KeyRules = (
@@ -122,6 +120,18 @@ MOCHI_RULES: KeyRules = (
     (r"proj_out\.", "final_layer.linear."),
     (r"pos_frequencies", "pos_frequencies"),
 )
+HUNYUANVIDEO_COMFYUI_NAMES = (  # of layers: regular expressions of Tencent's names, and their replacements
+    (r"txt_in\.t_embedder\.mlp\.0\.", "txt_in.t_embedder.in_layer."),
+    (r"txt_in\.t_embedder\.mlp\.2\.", "txt_in.t_embedder.out_layer."),
+    (r"txt_in\.c_embedder\.linear_1\.", "txt_in.c_embedder.in_layer."),
+    (r"txt_in\.c_embedder\.linear_2\.", "txt_in.c_embedder.out_layer."),
+    (r"_(attn)_(qkv|proj)\.", r"_\1.\2."),
+    (r"mlp\.fc1\.", "mlp.0."),
+    (r"mlp\.fc2\.", "mlp.2."),
+    (r"(_mod|\.modulation)\.linear\.", r"\1.lin."),
+    (r"_in\.mlp\.0\.", "_in.in_layer."),
+    (r"_in\.mlp\.2\.", "_in.out_layer."),
+)
 
 
 def wan_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -152,29 +162,9 @@ def mochi_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return rename_and_concat({**tensors, **swapped}, MOCHI_RULES)
 
 
-def wan_layer_name(layer: str) -> str:
-    """Wan's name of a layer."""
-    return _layer_name(layer, WAN_RULES)
-
-
-def ltx_layer_name(layer: str) -> str:
-    """Lightricks' name of a layer."""
-    return _layer_name(layer, LTX_RULES)
-
-
-def ltx2_layer_name(layer: str) -> str:
-    """Lightricks' name of a layer of LTX-2."""
-    return _layer_name(layer, LTX2_RULES)
-
-
-def _layer_name(layer: str, rules: KeyRules) -> str:
-    (name,) = rename_and_concat({f"{layer}.weight": torch.empty(0)}, rules)
-    return name.removesuffix(".weight")
-
-
-def refuse_fused_layers(layer: str) -> str:
-    """Refuse adapters of a network whose authors fuse the layers that adapters are on."""
-    raise ConfigError(
-        f"--layout: ComfyUI's network has no layer of its own for '{layer:.100}'; add --merge, or give diffusers"
-        " [TM891]"
-    )
+def hunyuanvideo_comfyui_layer(layer: str) -> str:
+    """ComfyUI's name of a layer of Tencent's network, without the tensor's name."""
+    name = f"{layer}."
+    for pattern, replacement in HUNYUANVIDEO_COMFYUI_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name.removesuffix(".")

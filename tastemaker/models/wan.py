@@ -16,6 +16,7 @@ from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
+from .image_backbone import checkpoint_if
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
 from .text_encoders import TextEncoders
@@ -29,11 +30,10 @@ from .video_backbone import (
     VideoCompression,
     VideoSide,
     VideoTransformerSpec,
-    checkpoint_if,
     encode_with_t5,
     latents_needed,
 )
-from .video_checkpoint_keys import wan_layer_name, wan_to_original
+from .video_checkpoint_keys import WAN_RULES, wan_to_original
 
 TEMPORAL_RATIO = 4  # frames per latent, after the first
 EXPERT_PREFIXES = (("transformer", "high."), ("transformer_2", "low."))  # components of 2.2, and their keys' prefixes
@@ -151,6 +151,7 @@ def clean_prompt(text: str) -> str:
 class WanBackbone(VideoBackbone):
     """Predicts the velocity noise - clean of latents, with one transformer or two that take turns."""
 
+    key_rules = WAN_RULES
     spec: WanSpec
 
     def __init__(self, spec: WanSpec, placement: Placement) -> None:
@@ -166,9 +167,15 @@ class WanBackbone(VideoBackbone):
                 f"model.boundary_ratio: '{self.spec.weights:.100}' has one transformer; remove model.boundary_ratio "
                 "[TM542]"
             )
-        first = components.load_trainable("transformer", WanTransformer3DModel)
+        if boundary_ratio is None and self.spec.transformer_2 is not None:
+            raise ConfigError(
+                f"model.transformer_2: '{self.spec.transformer_2:.200}' is for low noise, but the time of the switch "
+                "between two transformers is not set; set model.boundary_ratio, or remove model.transformer_2 [TM2505]"
+            )
+        first = components.load_transformer(WanTransformer3DModel, self.spec.transformer, self.to_diffusers_keys)
         if boundary_ratio is not None:
-            second = components.load_trainable("transformer_2", WanTransformer3DModel)
+            file = self.spec.transformer_2
+            second = components.load_transformer(WanTransformer3DModel, file, self.to_diffusers_keys, "transformer_2")
             return NoiseLevelExperts(first, second, boundary_ratio)
         if components.path is not None and (components.path / "transformer_2").is_dir():
             raise ConfigError(
@@ -246,6 +253,8 @@ class WanSpec(VideoTransformerSpec):
     """Wan 2.1 or 2.2, text to video: a flow with timestep shift 3 at 480p and 5 at 720p."""
 
     weights: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # hub id, or folder in diffusers' layout
+    transformer: str | None = None  # file with other weights of the network, with diffusers' or the authors' keys
+    transformer_2: str | None = None  # the same for low noise, of 2.2; `transformer` is then that for high noise
     height: VideoSide = 480
     width: VideoSide = 832
     frames: int = 81  # 4 n + 1, at 16 frames per second
@@ -273,7 +282,7 @@ class WanSpec(VideoTransformerSpec):
             "transformer",
             "lora_unet",
             wan_to_original,
-            comfyui_layer=wan_layer_name,
+            comfyui_layer=str,
             component_prefixes=prefixes,
         )
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ..core.model_spec import PipelineLayout, Tensors
-from ..core.types import Condition, Metadata, Placement, Prompts
+from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, rename_and_concat, split_and_rename
+from .checkpoint_keys import KEEP_OTHER_NAMES, KeyRules, TensorShapes, rename_and_concat, split_and_rename
 from .component_configs import QWEN3_4B, TINY_QWEN3, TINY_VAE, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
 from .language_encoders import LanguageModelEncoder, load_decoder
-from .pipeline_components import TINY, ImageSpec, PipelineComponents, PublishedModel
-from .pretrained import WeightsSource, read_single_file
+from .pipeline_components import ImageSpec, PipelineComponents, PublishedModel
+from .pretrained import WeightsSource
 
 Side = Annotated[int, Field(ge=16, le=4096, multiple_of=16)]
 CONFIGS: ComponentConfigs = {
@@ -57,6 +57,12 @@ KEY_RULES: KeyRules = (
 )
 
 
+def to_diffusers_keys(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+    """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
+    renamed = split_and_rename(tensors, shapes, KEY_RULES)
+    return {key: x for key, x in renamed.items() if key != "norm_final.weight"}  # which no forward pass reads
+
+
 class ZImageBackbone(ImageBackbone):
     """Denoises latents [1, 16, h, w] of any size. The network's time runs from noise (0) to clean (1), ours back."""
 
@@ -72,20 +78,11 @@ class ZImageBackbone(ImageBackbone):
     def __init__(self, spec: ZImageSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, ZImageTransformer2DModel
 
-        components, tensors = spec.components(placement), None
-        if spec.transformer is not None:
-            shapes = components.tensor_shapes("transformer", ZImageTransformer2DModel)
-            tensors = split_and_rename(read_single_file(spec.transformer, BASE), shapes, KEY_RULES)
-            tensors.pop("norm_final.weight", None)  # in the authors' file, but in no forward pass
-        self.net: Any = components.load_trainable("transformer", ZImageTransformer2DModel, tensors)
+        components = spec.components(placement)
+        self.net: Any = components.load_transformer(ZImageTransformer2DModel, spec.transformer, to_diffusers_keys)
         self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-
-    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        tensors = self.prompt_encoder(prompts)
-        # Lengths stay on the CPU, so that cutting off the padding needs no device synchronization.
-        return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
@@ -119,6 +116,7 @@ class ZImageSpec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels = 16
     published: ClassVar[PublishedModel] = Z_IMAGE
+    backbone_class = ZImageBackbone
     # ComfyUI has the names of diffusers' layers for adapters with this prefix only.
     layout: ClassVar[PipelineLayout] = PipelineLayout("ZImagePipeline", "transformer", "lycoris", to_original)
 
@@ -129,9 +127,3 @@ class ZImageSpec(ImageSpec):
         options = {"add_generation_prompt": True, "enable_thinking": True}
         plain = components.path is None
         return LanguageModelEncoder(encoder, [-2], template_options=options, plain=plain, lengths=True)
-
-    def load(self, placement: Placement) -> ZImageBackbone:
-        return ZImageBackbone(self, placement)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

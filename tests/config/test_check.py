@@ -1,14 +1,20 @@
 """Rules across settings, step counts and world sizes: every broken rule names its key."""
 
+import re
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
 from tastemaker.config.check import find_problems, require_valid, torchrun_world_size
+from tastemaker.config.engine_rules import check_context_parallel
 from tastemaker.config.load import load, load_any_config
+from tastemaker.config.registries import MODELS
 from tastemaker.config.step_counts import StepCounts, compute_step_counts
 from tastemaker.core.registry import ConfigError
 from tastemaker.objectives.reward_gradient import RewardGradient
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -162,11 +168,33 @@ def test_context_parallel_ranks_share_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["vader-cogvideox-hps", "vader-hunyuanvideo15-hps", "vader-mochi-hps", "flowgrpo-sd35", "vae-playground"]
+    "recipe",
+    [
+        "vader-cogvideox-hps",
+        "vader-hunyuanvideo-hps",
+        "vader-hunyuanvideo15-hps",
+        "vader-mochi-hps",
+        "flowgrpo-sd35",
+        "vae-playground",
+    ],
 )
 def test_context_parallel_of_other_models_is_refused(recipe: str) -> None:
     problems = find_problems(load_any_config(recipe, ["engine.context_parallel=2"]), world_size=2)
-    assert any("engine.context_parallel: 2" in problem and "TM920" in problem for problem in problems)
+    (problem,) = (problem for problem in problems if "TM920" in problem)
+    assert problem.startswith("engine.context_parallel: 2, but")
+
+
+def test_message_and_documentation_name_the_models_with_context_parallelism() -> None:
+    message = check_context_parallel(load("flowgrpo-sd35", ["engine.context_parallel=2"]), 2) or ""
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    documented = page.partition("It works for ")[2].partition(". ")[0]
+    names = {"flux": "FLUX", "flux2": "FLUX.2", "flux_kontext": "FLUX Kontext", "qwen_image": "Qwen-Image"}
+    names |= {"ltx": "LTX-Video", "ltx2": "LTX-2", "wan": "Wan", "wan_i2v": "Wan"}
+    supported = {name for name in MODELS if MODELS.find(name, "model").supports_context_parallel}
+    assert supported == names.keys()
+    for text in (message, documented):
+        missing = [name for name in names.values() if not re.search(rf"\b{re.escape(name)}(,| \(| and| only|$)", text)]
+        assert missing == [], text
 
 
 @pytest.mark.parametrize("other", ["compile=true", "strategy=fsdp", "context_parallel=2"])

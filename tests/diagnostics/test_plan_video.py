@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tastemaker.config.load import load
+from tastemaker.core.lora import Lora
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
+from tastemaker.diagnostics.fake_backbones import lent_encoders
 from tastemaker.diagnostics.fake_run import _frozen_parameters
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.models import cogvideox, hunyuanvideo, hunyuanvideo15, ltx, ltx2, mochi, svd, wan, wan_i2v
@@ -108,7 +110,9 @@ def test_plan_open_sora() -> None:
 def test_image_encoder_that_visits_the_gpu_is_not_counted_as_resident(spec: Any) -> None:
     backbone = spec.tiny().load(Placement(torch.device("cpu")))
     vae = sum(p.numel() for p in backbone.autoencoder.net.parameters())
-    assert sum(p.numel() for p in _frozen_parameters(backbone, backbone.net)) == vae > 0
+    weights = Lora(rank=2).apply(backbone, ())
+    assert sum(p.numel() for p in _frozen_parameters(backbone, weights)) == vae > 0
+    assert backbone.net not in (lent := lent_encoders(spec, backbone, torch.float32)) and lent
 
 
 def test_plan_counts_both_transformers_of_wan(monkeypatch: pytest.MonkeyPatch) -> None:

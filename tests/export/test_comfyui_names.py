@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
+from tiers import fast
+from torch import Tensor
 
-from tastemaker.core.lora import Lora
+from tastemaker.config.registries import MODELS
+from tastemaker.core.lora import Lora, LoraWeights
 from tastemaker.core.model_spec import ModelSpec
 from tastemaker.core.types import Placement
-from tastemaker.export.lora import LoraFromFile, write_comfyui_lora
+from tastemaker.export.lora import LORA_A, LORA_B, LoraFactors, LoraFromFile, join_fused_layers, write_comfyui_lora
 from tastemaker.models.flux2 import Flux2Spec
+from tastemaker.models.video_checkpoint_keys import hunyuanvideo_comfyui_layer
 from tastemaker.models.z_image import ZImageSpec
 
 # Per network: the prefix under which ComfyUI has diffusers' names with underscores, and the layers of each stack of
@@ -35,16 +42,22 @@ PUBLISHED = {
 }
 
 
+def random_lora(model: Any, tuning: Lora) -> LoraWeights:
+    weights = tuning.apply(model, ())
+    assert isinstance(weights, LoraWeights)
+    with torch.no_grad():
+        for number, p in enumerate(weights.trainable().values()):
+            p.normal_(generator=torch.Generator().manual_seed(number))
+    return weights
+
+
 @pytest.mark.parametrize("name", ["z_image", pytest.param("flux2", marks=pytest.mark.slow)])
 def test_comfyui_file_has_the_names_that_its_loader_knows(name: str, tmp_path: Path) -> None:
     spec: ModelSpec
     spec, prefix, blocks = PUBLISHED[name]
     spec = spec.tiny()
     assert spec.layout is not None
-    weights = Lora(rank=2).apply(spec.load(Placement()), ())
-    with torch.no_grad():
-        for number, p in enumerate(weights.trainable().values()):
-            p.normal_(generator=torch.Generator().manual_seed(number))
+    weights = random_lora(spec.load(Placement()), Lora(rank=2))
     file = tmp_path / "lora.safetensors"
     write_comfyui_lora(weights, spec.layout, file, torch.float32)
     layers = {key.partition(".")[0] for key in load_file(file)}
@@ -53,3 +66,91 @@ def test_comfyui_file_has_the_names_that_its_loader_knows(name: str, tmp_path: P
     assert {f"{prefix}_{stack}_0_{layer}" for stack in blocks for layer in blocks[stack].split()} <= layers
     read = LoraFromFile(file, spec.layout).apply(spec.load(Placement()), ())
     assert all(x.equal(read.trainable()[key]) for key, x in weights.trainable().items())
+
+
+# Networks of which ComfyUI's has the authors' layers: diffusers' reader of their files, and an adapted layer of each.
+# None if diffusers reads files of the published size only; then the conversion of weights takes the reader's place.
+# Qwen-Image is published with diffusers' names.
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+AUTHORS: dict[str, tuple[Convert | None, str]] = {
+    "wan": (single_file_utils.convert_wan_transformer_to_diffusers, "blocks_0_cross_attn_o"),
+    "wan_i2v": (single_file_utils.convert_wan_transformer_to_diffusers, "blocks_0_cross_attn_v_img"),
+    "ltx": (single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers, "transformer_blocks_0_attn1_to_out_0"),
+    "ltx2": (
+        single_file_utils.convert_ltx2_transformer_to_diffusers,
+        "transformer_blocks_1_audio_to_video_attn_to_q",
+    ),
+    "qwen_image": (dict, "transformer_blocks_0_attn_add_q_proj"),
+    "qwen_image_21": (
+        single_file_utils.convert_qwen_image21_transformer_checkpoint_to_diffusers,
+        "transformer_blocks_0_img_mlp_gate_up",
+    ),
+    "mochi": (None, "blocks_0_attn_qkv_x"),
+    "hunyuanvideo": (None, "single_blocks_0_linear1"),
+}
+
+
+@pytest.mark.parametrize("name", fast(AUTHORS, "mochi"))
+def test_comfyui_adapters_change_the_authors_weights_as_ours_change_diffusers(name: str, tmp_path: Path) -> None:
+    convert, example = AUTHORS[name]
+    spec: Any = MODELS.find(name, "model")().tiny()
+    layout, model = spec.layout, spec.load(Placement())
+    zeros = {key: torch.zeros_like(x) for key, x in model.net.state_dict().items()}
+    weights = random_lora(model, Lora(rank=2, alpha=6, target_modules="all-linear"))
+    write_comfyui_lora(weights, layout, tmp_path / "lora.safetensors", torch.float32)
+    ours, parameters = dict(zeros), weights.trainable()
+    for layer in (key.removesuffix(LORA_A) for key in parameters if key.endswith(LORA_A)):
+        ours[f"{layer}.weight"] = 3 * (parameters[layer + LORA_B] @ parameters[layer + LORA_A]).detach()
+
+    authors, keys = layout.to_original(zeros, {}), {}
+    for key in authors:
+        layer = key.removesuffix(".weight")
+        keys[f"lora_unet_{layout.comfyui_layer(layer) if layout.comfyui_layer else layer}".replace(".", "_")] = key
+    tensors = load_file(tmp_path / "lora.safetensors")
+    assert f"lora_unet_{example}.lora_up.weight" in tensors
+    for layer in {key.partition(".")[0] for key in tensors}:
+        up, down, alpha = (tensors[f"{layer}.{part}"] for part in ("lora_up.weight", "lora_down.weight", "alpha"))
+        authors[keys[layer]] = alpha / len(down) * (up @ down)
+    actual, expected = (authors, layout.to_original(ours, {})) if convert is None else (convert(authors), ours)
+    assert actual.keys() == expected.keys()
+    for key, x in expected.items():
+        torch.testing.assert_close(actual[key], x, atol=1e-5, rtol=1e-5, msg=key)
+
+
+def test_fused_layers_keep_the_product_of_each_adapter() -> None:
+    layout = MODELS.find("mochi", "model")().layout
+    generator = torch.Generator().manual_seed(0)
+    names = [f"transformer_blocks.0.attn1.to_{x}" for x in "vq"]  # no adapter of the keys
+    adapters = {
+        name: LoraFactors(*(torch.randn(shape, generator=generator) for shape in ((2, 6), (5, 2))), alpha=3.0)
+        for name in names
+    }
+    sizes = dict.fromkeys([*names, "transformer_blocks.0.attn1.to_k"], 5)
+    ((name, joined),) = join_fused_layers(adapters, sizes, layout).items()
+    assert name == "blocks.0.attn.qkv_x" and (joined.down.shape, joined.up.shape) == ((4, 6), (15, 4))
+    v, q = (1.5 * adapters[name].up @ adapters[name].down for name in names)
+    product = joined.alpha / 4 * joined.up @ joined.down
+    torch.testing.assert_close(product, torch.cat([q, torch.zeros(5, 6), v]), atol=1e-6, rtol=0)
+
+
+REFINER = "txt_in.individual_token_refiner.blocks"
+
+
+@pytest.mark.parametrize(
+    ("authors", "comfyui"),
+    [
+        ("double_blocks.3.img_attn_qkv", "double_blocks.3.img_attn.qkv"),
+        ("double_blocks.3.txt_attn_proj", "double_blocks.3.txt_attn.proj"),
+        ("double_blocks.3.txt_mod.linear", "double_blocks.3.txt_mod.lin"),
+        ("double_blocks.3.img_mlp.fc2", "double_blocks.3.img_mlp.2"),
+        ("single_blocks.3.modulation.linear", "single_blocks.3.modulation.lin"),
+        ("single_blocks.3.linear1", "single_blocks.3.linear1"),
+        ("time_in.mlp.0", "time_in.in_layer"),
+        ("txt_in.t_embedder.mlp.2", "txt_in.t_embedder.out_layer"),
+        ("txt_in.c_embedder.linear_1", "txt_in.c_embedder.in_layer"),
+        (f"{REFINER}.0.self_attn_qkv", f"{REFINER}.0.self_attn.qkv"),
+        ("final_layer.linear", "final_layer.linear"),
+    ],
+)  # fmt: skip
+def test_names_of_hunyuanvideo_in_comfyui(authors: str, comfyui: str) -> None:
+    assert hunyuanvideo_comfyui_layer(authors) == comfyui

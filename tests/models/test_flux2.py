@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,17 @@ def test_source_images_are_read_from_files_and_must_be_as_many_for_each_prompt(t
         model.embed(["a", "b"], [{"image": first}, {}])
     with pytest.raises(ValueError, match=r"TM2401"):
         model.embed(["a"], [{"image": 3}])
+
+
+def test_pipeline_of_a_folder_follows_its_network(tmp_path: Path) -> None:
+    """A local or fine-tuned dev is loaded by dev's pipeline, whatever its name."""
+    assert Flux2Spec(weights="black-forest-labs/FLUX.2-dev").layout.pipeline_class == "Flux2Pipeline"
+    assert Flux2Spec(weights="someone/a-fine-tuned-model").layout.pipeline_class == "Flux2KleinPipeline"
+    (tmp_path / "transformer").mkdir()
+    for config, expected in (
+        ({"guidance_embeds": True}, "Flux2Pipeline"),
+        ({"num_layers": 8}, "Flux2Pipeline"),  # diffusers' default
+        ({"guidance_embeds": False}, "Flux2KleinPipeline"),
+    ):
+        (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+        assert Flux2Spec(weights=str(tmp_path)).layout.pipeline_class == expected

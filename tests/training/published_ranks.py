@@ -34,6 +34,7 @@ FLUX, FLUX2, LTX = (toys.GENERATORS[name] for name in ("flux", "flux2", "ltx"))
 # 720x720 pixels, SRPO's own size, are 45x45 tokens: an odd number, as of these 3x3.
 toys.GENERATORS["flux_odd"] = replace(FLUX, spec=replace(FLUX.spec, height=48, width=48, max_text_tokens=15))
 toys.GENERATORS["flux2_odd"] = replace(FLUX2, spec=replace(FLUX2.spec, height=48, width=48, max_text_tokens=15))
+toys.GENERATORS["flux2_edit"] = toys.GENERATORS["flux2_odd"]  # with two source images
 toys.GENERATORS["ltx_odd"] = replace(LTX, spec=replace(LTX.spec, frames=17))
 LTX2 = toys.GENERATORS["ltx2"]
 toys.GENERATORS["ltx2_odd"] = replace(LTX2, spec=replace(LTX2.spec, frames=17, height=96, width=96))
@@ -46,6 +47,7 @@ CASES = {
     "sd15-gradient": ("sd15", RewardGradient(last_steps=1), Lora(rank=4)),
     "flux_odd-gradient": ("flux_odd", RewardGradient(last_steps=2), FullFinetuning()),
     "flux2_odd-gradient": ("flux2_odd", RewardGradient(last_steps=2), FullFinetuning()),
+    "flux2_edit-gradient": ("flux2_edit", RewardGradient(last_steps=1), FullFinetuning()),
     "wan-gradient": ("wan", RewardGradient(last_steps=2), FullFinetuning()),
     "ltx_odd-gradient": ("ltx_odd", RewardGradient(last_steps=2), FullFinetuning()),
     "wan_i2v-gradient": ("wan_i2v", RewardGradient(last_steps=2, frames="last"), FullFinetuning()),
@@ -55,9 +57,11 @@ CASES = {
 
 
 # In bf16, the default here, gradients differ by a percent of the largest element of their tensor.
-PRECISION: dict[str, Literal["fp32"]] = {"flux2_odd": "fp32"}
+PRECISION: dict[str, Literal["fp32"]] = {"flux2_odd": "fp32", "flux2_edit": "fp32"}
+METADATA: dict[str, dict[str, Any]] = {"flux2_edit": {"image": [str(toys.IMAGE)] * 2}}
 IMAGE_TOKENS = {
-    "flux": 4, "qwen_image": 4, "flux_odd": 9, "flux2_odd": 9, "wan": 8, "ltx_odd": 3, "wan_i2v": 8, "ltx2_odd": 27
+    "flux": 4, "qwen_image": 4, "flux_odd": 9, "flux2_odd": 9, "flux2_edit": 27, "wan": 8, "ltx_odd": 3, "wan_i2v": 8,
+    "ltx2_odd": 27,
 }  # fmt: skip
 
 
@@ -65,8 +69,8 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
     """Return the cases: sharded networks, and context parallelism over all ranks."""
     memory = {case: "checkpoint" if case.startswith("flux") else "keep" for case in CASES}
     split_only = (
-        "flux_odd-gradient", "flux2_odd-gradient", "wan-gradient", "ltx_odd-gradient", "wan_i2v-gradient",
-        "ltx2_odd-gradient",
+        "flux_odd-gradient", "flux2_odd-gradient", "flux2_edit-gradient", "wan-gradient", "ltx_odd-gradient",
+        "wan_i2v-gradient", "ltx2_odd-gradient",
     )  # fmt: skip
     sharded = {
         case: {"strategy": "fsdp", "activation_memory": activation_memory}
@@ -80,6 +84,7 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
         "qwen_image-grpo:replicated": {"context_parallel": world_size},
         "flux_odd-gradient:replicated": {"context_parallel": world_size, "activation_memory": "checkpoint"},
         "flux2_odd-gradient:replicated": {"context_parallel": world_size, "activation_memory": "checkpoint"},
+        "flux2_edit-gradient:replicated": {"context_parallel": world_size},
         "wan-gradient:replicated": {"context_parallel": world_size},
         "ltx_odd-gradient:replicated": {"context_parallel": world_size},
         "wan_i2v-gradient:replicated": {"context_parallel": world_size},
@@ -115,7 +120,7 @@ def train(case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
         toys.policy(name, tuning, objective.snapshots()),
         objective,
         toys.rubric(),
-        PromptDataset(prompts, ({},) * len(prompts), 0),
+        PromptDataset(prompts, (METADATA.get(name, {}),) * len(prompts), 0),
         engine,
         Path(),
         steps=2,
