@@ -35,6 +35,7 @@ def launch(
     from ..config.schema import JudgeRunConfig, PreferenceRunConfig
     from ..core.output_paths import check_output_file, write_text_atomically
     from ..diagnostics import job_files
+    from ..diagnostics.activation_budget import estimate_on_gpu
     from ..diagnostics.plan_cache import PlanCache
     from .diagnose import unplanned_error
 
@@ -50,10 +51,10 @@ def launch(
     config = load_any_config(recipe, overrides or [])
     if isinstance(config, JudgeRunConfig | PreferenceRunConfig):
         raise unplanned_error(config)
-    cache = PlanCache()
+    cache, gpu_bytes = PlanCache(), job_files.find_gpu(gpu).gib * 2**30
     with show_status(f"planning {config.name}", stderr_console()):
         nodes, per_node, planned = job_files.choose_size(
-            config, gpu, lambda count: cache.estimate(config, count), gpus_per_node, gpus
+            config, gpu, lambda n: estimate_on_gpu(config, gpu_bytes, n, cache.estimate), gpus_per_node, gpus
         )
     job = job_files.Job(
         job_files.job_name(config.name or recipe),
