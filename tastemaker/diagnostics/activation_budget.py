@@ -109,7 +109,7 @@ def choose_activation_memory(
     if engine.comm.rank == 0:
         planned = replace(config, engine=engine.config)
         choices.append(_fit_if_known(planned, gpu_bytes, engine.comm.world_size, estimate or PlanCache().estimate))
-    choice = engine.comm.gather_objects(choices)[0]
+    choice: MemoryChoice | None = engine.comm.gather_objects(choices)[0]
     if choice is None:
         return resolve_without_plan(engine.config, engine.device)
     if not choice.fits:
