@@ -36,9 +36,8 @@ def launch(
     from ..config.load import load_any_config
     from ..config.schema import JudgeRunConfig, PreferenceRunConfig
     from ..core.output_paths import check_output_file, write_text_atomically
-    from ..diagnostics import job_files
+    from ..diagnostics import gpu_presets, job_files
     from ..diagnostics.activation_budget import estimate_on_gpu
-    from ..diagnostics.gpu_presets import find_gpu
     from ..diagnostics.plan_cache import PlanCache
     from .diagnose import unplanned_error
 
@@ -54,7 +53,7 @@ def launch(
     config = load_any_config(recipe, overrides or [])
     if isinstance(config, JudgeRunConfig | PreferenceRunConfig):
         raise unplanned_error(config)
-    gpu_bytes = find_gpu(gpu).gib * 2**30
+    gpu_bytes = gpu_presets.find_gpu(gpu).gib * 2**30
     estimate = partial(estimate_on_gpu, config, gpu_bytes, estimate=PlanCache().estimate)
     with show_status(f"planning {config.name}", stderr_console()):
         nodes, per_node, planned = job_files.choose_size(config, gpu, estimate, gpus_per_node, gpus)
