@@ -99,7 +99,6 @@ def test_hsdp_on_two_machines_equals_one_rank(machines: Machines, tmp_path: Path
         ("second", "killed"),
         pytest.param("second", "cut off", marks=pytest.mark.long),
         ("first", "killed"),  # the endpoint of the rendezvous
-        pytest.param("first", "cut off", marks=pytest.mark.long),
     ],
 )
 def test_run_ends_with_a_message_when_the_other_machine_is_lost(
@@ -119,6 +118,24 @@ def test_run_ends_with_a_message_when_the_other_machine_is_lost(
     assert latest_checkpoint(tmp_path / "run") is not None
 
 
+@pytest.mark.long
+def test_ranks_end_with_a_message_when_the_endpoint_is_cut_off(machines: Machines, tmp_path: Path) -> None:
+    """torchrun itself stays, because it waits for an answer of the endpoint."""
+    first, second, link = machines
+    command = train(tmp_path / "run", 100_000)
+    both = [machine.torchrun(*command, TASTEMAKER_COLLECTIVE_SECONDS="15") for machine in (first, second)]
+    wait_for_workers((first, second), tmp_path / "run", both)
+    link.cut.set()
+    deadline = time.monotonic() + 120
+    while second.workers():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    second.kill()
+    output = both[1].communicate(timeout=60)[0]
+    assert re.search(r"rank [23] lost .* other rank.*TM2600", output, re.DOTALL), output
+
+
+@pytest.mark.long
 def test_killed_rank_restarts_from_the_last_checkpoint(machines: Machines, tmp_path: Path) -> None:
     first, second, _ = machines
     steps, directory = 20, tmp_path / "run"
