@@ -90,7 +90,7 @@ def build(
     config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
     directory = directory or config.directory
-    return build_run(run_directory.keep_precision(adopt_class_names(config), directory), directory, init_from)
+    return build_run(run_directory.keep_resolved_engine(adopt_class_names(config), directory), directory, init_from)
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
@@ -360,7 +360,7 @@ class VAETrainer:
         config = replace(self.config, batch_size=len(batches.last) * torchrun_world_size(), validation=validation)
         metrics: dict[str, float] = {}
         with own_directory(config.engine, self.directory):
-            config = run_directory.keep_precision(config, self.directory)
+            config = run_directory.keep_resolved_engine(config, self.directory)
             latest = run_directory.claim_run_directory(config, self.directory, ())
             settings = replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches)
             if validation_loader is not None:

@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,8 +142,9 @@ def plan(
 ) -> None:
     """Predict GPU memory and step time of a run without loading it, and suggest settings if it does not fit."""
     from ..config.load import load_any_config
-    from ..config.schema import AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig
+    from ..config.schema import JudgeRunConfig, PreferenceRunConfig
     from ..diagnostics import plan as planner
+    from ..diagnostics.activation_budget import fit_activation_memory
     from ..diagnostics.gpu_presets import find_gpu
     from ..diagnostics.plan_cache import PlanCache
     from ..training.device_precision import resolve_for_planning
@@ -155,20 +157,17 @@ def plan(
         raise unplanned_error(config)
     engine, precision = resolve_for_planning(config.engine)
     config, console, cache = replace(config, engine=engine), make_console(), PlanCache(enabled=not no_cache)
-    is_autoencoder = isinstance(config, AutoencoderRunConfig)
     known = "found in the cache" if cache.knows(config, world_size) else "tracing one rollout and one update"
+    choice = None
     with show_status(f"planning {config.name}: {known}", stderr_console()):
+        if config.engine.activation_memory == "auto":
+            choice = fit_activation_memory(config, gpu_gib * GIB, world_size, cache.estimate)
+            config = replace(config, engine=choice.engine)
         estimate = cache.estimate(config, world_size)
-    labels = AUTOENCODER_MEMORY_LABELS if is_autoencoder else MEMORY_LABELS
-    table = Table("per GPU", "GiB", title=f"{config.name} on {world_size} GPU{'s' if world_size > 1 else ''}")
-    for key, label in labels.items():
-        table.add_row(label, f"{getattr(estimate, key) / GIB:.1f}")
-    table.add_row("peak", f"{estimate.total / GIB:.1f}", style="bold")
-    console.print(table)
-    if estimate.host_memory:
-        host_gib = world_size * estimate.host_memory / GIB
-        console.print(f"Host memory of engine.cpu_offload: {host_gib:.1f} GiB over all ranks.", highlight=False)
+    print_memory(config, estimate, world_size, console)
     console.print(f"precision: {precision}", highlight=False, markup=False, soft_wrap=True)
+    if choice is not None:
+        console.print(f"activation memory: {choice.reason}", highlight=False, markup=False, soft_wrap=True)
     console.print(describe_batch(config, estimate, world_size))
     console.print(describe_step_time(config.steps, estimate, tflops, tbps))
     if estimate.total <= gpu_gib * GIB:
@@ -178,11 +177,31 @@ def plan(
     console.print(f"It does not fit into {gpu_gib:.0f} GiB. Settings that save memory, each with all before it:")
     savings = planner.suggest_any_savings(config, estimate, world_size, gpu_gib * GIB, cache.estimate)
     chosen = print_savings(savings, gpu_gib, console)
+    if "engine.activation_memory=checkpoint" in chosen:
+        hint = "With engine.activation_memory=auto only as many blocks are recomputed as the GPU needs."
+        console.print(hint, highlight=False, soft_wrap=True)
     if chosen:
         embed = [f"tastemaker embed {shlex.join([recipe, *(overrides or [])])}"]
         before = embed if planner.EMBED_BEFOREHAND in chosen else []
         print_next_steps(*before, train_command(recipe, overrides or [], world_size, chosen))
     raise typer.Exit(EXIT_FAILURE)
+
+
+def print_memory(
+    config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int, console: Console
+) -> None:
+    """Print the memory of one GPU by purpose, and what is kept in host memory."""
+    from ..config.schema import AutoencoderRunConfig
+
+    labels = AUTOENCODER_MEMORY_LABELS if isinstance(config, AutoencoderRunConfig) else MEMORY_LABELS
+    table = Table("per GPU", "GiB", title=f"{config.name} on {world_size} GPU{'s' if world_size > 1 else ''}")
+    for key, label in labels.items():
+        table.add_row(label, f"{getattr(estimate, key) / GIB:.1f}")
+    table.add_row("peak", f"{estimate.total / GIB:.1f}", style="bold")
+    console.print(table)
+    if estimate.host_memory:
+        host_gib = world_size * estimate.host_memory / GIB
+        console.print(f"Host memory of engine.cpu_offload: {host_gib:.1f} GiB over all ranks.", highlight=False)
 
 
 def unplanned_error(config: AnyConfig) -> ConfigError:
@@ -259,13 +278,15 @@ def profile(
     """Train a few steps without saving them; show where their time and memory go, and settings worth changing."""
     from ..config.build import build, make_tiny
     from ..config.load import load
+    from ..diagnostics.activation_budget import choose_activation_memory
     from ..diagnostics.profile import profile_run, suggest_settings
 
     config, console = load(recipe, merge_overrides(overrides, device)), make_console()
     config = make_tiny(config) if tiny else config
     config = replace(config, steps=max(config.steps, steps + 2))
     with tempfile.TemporaryDirectory() as folder, ProgressBar(stderr_console()) as progress:
-        run = build(config, Path(folder))
+        run = build(config, Path(folder), choose_memory=partial(choose_activation_memory, config))
+        config = replace(config, engine=run.engine.config)
         progress.start("training", 1 + steps + (trace is not None), unit="steps")
         result = profile_run(run, config, steps, trace, progress.advance)
         run.engine.close()

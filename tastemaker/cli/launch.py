@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +30,14 @@ def launch(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a machine.")] = 8,
     hours: Annotated[int, typer.Option(min=1, help="Time limit of a job, of Slurm.")] = 24,
     image: Annotated[str, typer.Option(help="Container image, of Kubernetes.")] = "",
+    bucket: Annotated[str, typer.Option(help="Bucket that keeps the runs, of SkyPilot.")] = "",
 ) -> None:
     """Write a job file for a cluster from a recipe and its plan; nothing is submitted."""
     from ..config.load import load_any_config
     from ..config.schema import JudgeRunConfig, PreferenceRunConfig
     from ..core.output_paths import check_output_file, write_text_atomically
-    from ..diagnostics import job_files
+    from ..diagnostics import gpu_presets, job_files
+    from ..diagnostics.activation_budget import estimate_on_gpu
     from ..diagnostics.plan_cache import PlanCache
     from .diagnose import unplanned_error
 
@@ -50,11 +53,10 @@ def launch(
     config = load_any_config(recipe, overrides or [])
     if isinstance(config, JudgeRunConfig | PreferenceRunConfig):
         raise unplanned_error(config)
-    cache = PlanCache()
+    gpu_bytes = gpu_presets.find_gpu(gpu).gib * 2**30
+    estimate = partial(estimate_on_gpu, config, gpu_bytes, estimate=PlanCache().estimate)
     with show_status(f"planning {config.name}", stderr_console()):
-        nodes, per_node, planned = job_files.choose_size(
-            config, gpu, lambda count: cache.estimate(config, count), gpus_per_node, gpus
-        )
+        nodes, per_node, planned = job_files.choose_size(config, gpu, estimate, gpus_per_node, gpus)
     job = job_files.Job(
         job_files.job_name(config.name or recipe),
         (recipe, *(overrides or [])),
@@ -64,13 +66,13 @@ def launch(
         job_files.host_memory_gib(planned, per_node),
         hours,
         image,
+        bucket,
     )
-    notes = [
+    note = (
         f"Written by `tastemaker launch {recipe} --{systems[0]}`: {nodes * per_node} x {gpu}, of which each needs "
-        f"{planned.total / 2**30:.0f} GiB by the plan.",
-        *job_files.NEEDS[systems[0]],
-    ]
-    text = job_files.render_job(systems[0], job, notes)
+        f"{planned.total / 2**30:.0f} GiB by the plan."
+    )
+    text = job_files.render_job(systems[0], job, [note])
     if out is None:
         typer.echo(text, nl=False)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ from .reward_servers import place_on_servers
 from .schema import (
     AnyConfig,
     AutoencoderRunConfig,
+    EngineConfig,
     JudgeModelConfig,
     JudgeRunConfig,
     PreferenceRunConfig,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from ..vlm.judge_models import ChatModelForFinetuning
 
 Keys = tuple[str, ...]
+ChooseMemory = Callable[[Engine], EngineConfig]  # the settings of an engine whose `activation_memory` is auto
 InitialWeights = Path | dict[str, Tensor]  # a run, a checkpoint or a file; or the tensors of the network
 
 TINY_BATCH_SIZE = 64  # samples per step at most
@@ -247,16 +249,17 @@ def build(
     init_from: InitialWeights | None = None,
     exports: Mapping[Path, dict[str, Tensor]] | None = None,
     load_data: bool = True,
+    choose_memory: ChooseMemory | None = None,
 ) -> Run:
     """Load everything and return a run that is ready to train.
 
     `exports` are the tensors of exported folders that the objective names as teachers. Without `load_data` the run can
-    only generate: its data may no longer exist.
+    only generate: its data may no longer exist. `choose_memory` resolves `engine.activation_memory: auto`.
     """
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
     config = adopt_class_names(config) if load_data else config
     emit_config_warnings(config)
-    engine = start_engine(config)
+    engine = start_engine(config, choose_memory)
     placement = engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True)
     run = Run(
         policy=build_policy(config, placement, init_from),
@@ -282,19 +285,25 @@ def build(
     return run
 
 
-def start_engine(config: AnyConfig) -> Engine:
+def start_engine(config: AnyConfig, choose_memory: ChooseMemory | None = None) -> Engine:
     """Return the engine of a run. Warn if the device emulates its precision."""
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    if choose_memory is not None and engine.config.activation_memory == "auto":
+        engine.config = choose_memory(engine)
     warn_bf16_emulation(engine)
     return engine
 
 
 def build_autoencoder(
-    config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: InitialWeights | None = None
+    config: AutoencoderRunConfig,
+    directory: Path | None = None,
+    *,
+    init_from: InitialWeights | None = None,
+    choose_memory: ChooseMemory | None = None,
 ) -> AutoencoderRun:
     """Build a run that trains an autoencoder."""
     config = require_valid(config)
-    engine = start_engine(config)
+    engine = start_engine(config, choose_memory)
     data, validation_data = load_train_and_validation_data(config)
     run = AutoencoderRun(
         net=config.autoencoder.load(engine.placement()),

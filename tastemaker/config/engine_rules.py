@@ -6,7 +6,7 @@ Each rule is a function that returns a message, or None if the rule holds.
 from __future__ import annotations
 
 from ..processes.autoregressive import AutoregressiveProcess
-from .schema import AnyConfig, RunConfig
+from .schema import AnyConfig, AutoencoderRunConfig, RunConfig
 
 
 def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
@@ -100,6 +100,22 @@ def check_rollout_precision(config: AnyConfig, world_size: int) -> str | None:
     return f"{key} cannot be combined with engine.{conflict}; remove one of them [TM2605]"
 
 
+def check_activation_memory(config: AnyConfig, world_size: int) -> str | None:
+    engine = config.engine
+    if engine.activation_memory == "auto" and not isinstance(config, RunConfig | AutoencoderRunConfig):
+        return (
+            "engine.activation_memory: auto, but the memory of judges and preference models is not estimated; set it "
+            "to keep or checkpoint [TM2650]"
+        )
+    if engine.checkpointed_blocks is None or engine.activation_memory == "checkpoint":
+        return None
+    return (
+        f"engine.checkpointed_blocks: {engine.checkpointed_blocks}, but engine.activation_memory is "
+        f"{engine.activation_memory}; set engine.activation_memory=checkpoint, or remove engine.checkpointed_blocks "
+        "[TM2651]"
+    )
+
+
 def check_asynchronous_checkpoints(config: AnyConfig, world_size: int) -> str | None:
     if not config.checkpoint.asynchronous or isinstance(config, RunConfig):
         return None
@@ -113,5 +129,6 @@ ENGINE_RULES = (
     check_cpu_offload,
     check_base_precision,
     check_rollout_precision,
+    check_activation_memory,
     check_asynchronous_checkpoints,
 )

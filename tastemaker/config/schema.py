@@ -62,7 +62,8 @@ class EngineConfig:
     rollout_precision: Literal["same", "fp8", "int8"] = "same"  # of large linear layers while samples are generated
     reduce_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # of gradients between ranks
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of trained weights; bf16 rounds stochastically
-    activation_memory: Literal["keep", "checkpoint", "offload"] = "keep"  # for the backward pass
+    activation_memory: Literal["keep", "checkpoint", "offload", "auto"] = "keep"  # auto: as few checkpoints as fit
+    checkpointed_blocks: PositiveInt | None = None  # activation_memory=checkpoint only: the first ones; default: all
     cpu_offload: bool = False  # fsdp and hsdp only: keep weights, gradients and optimizer state in host memory
     attention_backend: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
     compile: bool = False  # torch.compile, block by block for large networks: slow start, then faster

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from ..core.types import Metadata, Prompts, Trajectory
 from ..training.loop import train_step
 from ..training.run import AnyObjective, Run
 from . import two_ranks
+from .activation_budget import choose_activation_memory
 
 STEP = 0  # whose batch and random draws are used
 NUM_SAMPLES = 8
@@ -67,7 +69,7 @@ def run_doctor(config: RunConfig, *, tiny: bool = False, ranks: bool = True) -> 
     config = make_tiny(config) if tiny else config
     config = replace(config, sample=replace(config.sample, every=0), checkpoint=replace(config.checkpoint, keep_last=0))
     with tempfile.TemporaryDirectory() as folder:
-        run = build(config, Path(folder) / "run")
+        run = build(config, Path(folder) / "run", choose_memory=partial(choose_activation_memory, config))
         config = replace(config, engine=run.engine.config)  # two ranks are compared in the same precision
         run.save(0)
         checks = {**CHECKS, "pixels": lambda run: check_pixel_range(run, trained=not tiny)}

@@ -67,6 +67,7 @@ class Measurement:
     quantized: int  # of them in 8 bits
     trainable: int
     block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
+    num_checkpoints: int  # of blocks that activation checkpointing can recompute
     frozen_bytes: float  # autoencoder, and text encoders that train
     encoder_bytes: float  # the largest of the encoders that visit the GPU to embed prompts
     kv_cache_bytes: float  # with weights copied for decoding; stays while the network learns
@@ -120,7 +121,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         scale = share / step.rows / context_parallel
         collect_flops = scale * (sum(call.flops(recorder) for call in collected) + _decode_flops(pool, weights.net))
         # Backward costs twice the forward pass, or once if the weights need no gradient; checkpointing one more.
-        backward = (1 if config.tuning.is_adapter else 2) + (config.engine.activation_memory == "checkpoint")
+        backward = (1 if config.tuning.is_adapter else 2) + _recomputed_share(weights.net, config.engine)
         each = sum(call.flops(recorder) * (1 + backward * call.grad) for call in updated)
         update_flops = scale * len(step.experience) / step.micro_batch * step.num_calls * config.batch.epochs * each
         return Measurement(
@@ -128,6 +129,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             quantized=sum(layer.weight.numel() for layer in quantized),
             trainable=sum(p.numel() for p in weights.trainable().values()),
             block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
+            num_checkpoints=len(activation_memory.checkpoint_units(weights.net)),
             frozen_bytes=count_bytes(frozen),
             encoder_bytes=max((count_bytes(net.parameters()) for net in encoders), default=0.0),
             kv_cache_bytes=count_bytes(cache),
@@ -147,7 +149,7 @@ def prepare_network(weights: Weights, engine: EngineConfig) -> list[nn.Linear]:
     if engine.base_precision != "same":
         quantized = quantized_base.quantize_frozen_layers(net, engine.base_precision)
     if engine.activation_memory == "checkpoint":
-        activation_memory.checkpoint_activations(net)
+        activation_memory.checkpoint_activations(net, engine.checkpointed_blocks)
     for p in weights.trainable().values():
         p.grad = torch.empty_like(p)
     return quantized
@@ -155,6 +157,14 @@ def prepare_network(weights: Weights, engine: EngineConfig) -> list[nn.Linear]:
 
 def count_bytes(tensors: Iterable[Tensor]) -> float:
     return float(sum(x.numel() * x.itemsize for x in tensors))
+
+
+def _recomputed_share(net: nn.Module, engine: EngineConfig) -> float:
+    """Part of the forward pass that the backward pass computes again, by the parameters of blocks."""
+    sizes = [_count_parameters(block) for block in activation_memory.checkpoint_units(net)]
+    if engine.activation_memory != "checkpoint":
+        return 0.0
+    return sum(sizes[: engine.checkpointed_blocks]) / sum(sizes)
 
 
 def _count_parameters(module: nn.Module) -> int:

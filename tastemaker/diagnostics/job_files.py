@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
@@ -24,6 +24,7 @@ HOST_ROUNDING = 16
 MAX_RESTARTS = 3
 STOP_SECONDS, SHUTDOWN_SECONDS = 300, 240  # before the time limit; for a step and a checkpoint after the signal
 PORT = 29500
+BUCKET_MOUNT = "/runs"
 System = Literal["slurm", "k8s", "sky"]
 # Names of SkyPilot's accelerators.
 ACCELERATORS = {
@@ -53,6 +54,7 @@ class Job:
     memory_gib: int  # host memory of a node
     hours: int
     image: str = ""  # container image, of Kubernetes
+    bucket: str = ""  # object storage that keeps the runs, of SkyPilot
 
     @property
     def train_command(self) -> str:
@@ -190,7 +192,13 @@ def kubernetes_file(job: Job) -> str:
 
 
 def sky_file(job: Job) -> str:
-    """A task of SkyPilot, which copies this folder to the machines; a managed job resumes after a preemption."""
+    """A task of SkyPilot, which copies this folder to the machines.
+
+    A managed job resumes after a preemption if its runs are in a bucket: the disks are lost with the machines.
+    """
+    if job.bucket and not any(setting.startswith("output_dir=") for setting in job.settings):
+        job = replace(job, settings=(*job.settings, f"output_dir={BUCKET_MOUNT}"))
+    mounts = {BUCKET_MOUNT: {"name": job.bucket, "mode": "MOUNT"}}
     run = (
         'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
         'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node="$SKYPILOT_NUM_GPUS_PER_NODE" \\\n'
@@ -207,6 +215,7 @@ def sky_file(job: Job) -> str:
                 "memory": f"{job.memory_gib}+",
                 "job_recovery": {"max_restarts_on_errors": MAX_RESTARTS},
             },
+            **({"file_mounts": mounts} if job.bucket else {}),
             "setup": "pip install tastemaker\n",
             "run": run,
         }
@@ -218,15 +227,23 @@ WRITERS: Mapping[System, Callable[[Job], str]] = {"slurm": slurm_file, "k8s": ku
 NEEDS: Mapping[System, tuple[str, ...]] = {
     "slurm": ("Submit it in the folder of your recipe, on a disk that all machines share.",),
     "k8s": ("The PersistentVolumeClaim of the job's name is mounted at /work: your recipe, data and runs are there.",),
-    "sky": ("Set output_dir to a mounted bucket, so that a machine that replaces another resumes the run.",),
+    "sky": (),
 }
+BUCKET_NEEDS = (
+    f"The runs are in the bucket, mounted at {BUCKET_MOUNT}, so a machine that replaces another resumes them."
+)
+NO_BUCKET_NEEDS = (
+    "No bucket is mounted: after a preemption the run starts again from its first step. Write this file with --bucket "
+    "NAME to keep the runs."
+)
 SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "sky": "sky jobs launch {}"}
 
 
 def render_job(system: System, job: Job, notes: Sequence[str]) -> str:
-    """The file for a system, with notes as comments at its top."""
+    """The file for a system; at its top, as comments, are notes and what it relies on."""
     text = WRITERS[system](job)
-    comments = "".join(f"# {note}\n" for note in notes)
+    bucket = (BUCKET_NEEDS if job.bucket else NO_BUCKET_NEEDS,) if system == "sky" else ()
+    comments = "".join(f"# {note}\n" for note in (*notes, *NEEDS[system], *bucket))
     if text.startswith("#!"):
         shebang, _, rest = text.partition("\n")
         directives, _, body = rest.partition("\n\n")

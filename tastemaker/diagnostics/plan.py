@@ -57,6 +57,7 @@ class ResourceEstimate:
     collect_batch: int = 0  # samples per call of the network
     update_batch: int = 0
     host_memory: float = 0.0  # bytes of weights, gradients, optimizer state and snapshots in host memory, for one rank
+    num_checkpoints: int = 0  # of blocks that activation checkpointing can recompute
 
     @property
     def flops(self) -> float:
@@ -127,6 +128,7 @@ def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstima
         collect_batch=measured.collect_batch,
         update_batch=measured.update_batch,
         host_memory=host_memory,
+        num_checkpoints=measured.num_checkpoints,
     )
 
 
@@ -210,6 +212,10 @@ def suggest_savings(
         config = replace(config, engine=replace(engine, activation_memory="checkpoint"))
         estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
         yield "engine.activation_memory=checkpoint", estimate.total
+    if engine.checkpointed_blocks is not None:
+        config = replace(config, engine=replace(engine, checkpointed_blocks=None))
+        estimate = _with_activations_of(estimate, estimate_fn(config, world_size))
+        yield "engine.checkpointed_blocks=null", estimate.total
     if engine.param_dtype == "fp32" and engine.precision == "bf16" and not config.tuning.is_adapter:
         estimate = replace(estimate, weights=estimate.weights / 2, gradients=estimate.gradients / 2)
         yield "engine.param_dtype=bf16", estimate.total
@@ -305,7 +311,7 @@ def estimate_autoencoder_resources(config: AutoencoderRunConfig, world_size: int
     with FakeTensorMode(allow_non_fake_inputs=True), fake_modules():
         step = FakeAutoencoderStep(config, image_size)
         if config.engine.activation_memory == "checkpoint":
-            activation_memory.checkpoint_activations(step.net)
+            activation_memory.checkpoint_activations(step.net, config.engine.checkpointed_blocks)
         trained = [p for p in step.net.parameters() if p.requires_grad]
         discriminator = [] if step.discriminator is None else [*step.discriminator.parameters()]
         frozen = [*step.net.buffers(), *([] if step.lpips is None else step.lpips.parameters())]
@@ -331,6 +337,7 @@ def estimate_autoencoder_resources(config: AutoencoderRunConfig, world_size: int
         collect_flops=0.0,
         update_flops=flops * config.batch_size / world_size,
         update_batch=micro_batch,
+        num_checkpoints=len(activation_memory.checkpoint_units(step.net)),
     )
 
 
@@ -342,6 +349,9 @@ def suggest_autoencoder_savings(config: AutoencoderRunConfig, world_size: int) -
     if config.engine.activation_memory == "keep":
         config = replace(config, engine=replace(config.engine, activation_memory="checkpoint"))
         yield "engine.activation_memory=checkpoint", estimate_autoencoder_resources(config, world_size).total
+    if config.engine.checkpointed_blocks is not None:
+        config = replace(config, engine=replace(config.engine, checkpointed_blocks=None))
+        yield "engine.checkpointed_blocks=null", estimate_autoencoder_resources(config, world_size).total
     size = compute_step_counts(config, world_size).micro_batch_size
     while size > 1:
         size = -(-size // 4)

@@ -7,6 +7,7 @@ used. A check that takes too long is given up with it. Requests and answers are 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -157,6 +158,7 @@ def plan_config(source: str, overrides: list[str], device: str) -> Answer:
 
     from ..config.load import load_any_config
     from ..config.schema import JudgeRunConfig, PreferenceRunConfig
+    from ..diagnostics.activation_budget import estimate_on_gpu
     from ..diagnostics.plan_cache import PlanCache
     from ..training.device_precision import resolve_for_planning
 
@@ -165,7 +167,8 @@ def plan_config(source: str, overrides: list[str], device: str) -> Answer:
         return {"reason": "the memory of judges and preference rewards is not estimated"}
     config = replace(config, engine=resolve_for_planning(config.engine)[0])
     try:
-        estimate = PlanCache().estimate(config, 1)
+        gpu_gib = (find_gpu_speed()[3] or 80.0) if device.startswith("cuda") else math.inf
+        estimate = estimate_on_gpu(config, gpu_gib * GIB, 1, PlanCache().estimate)
     except ConfigError as error:
         if "TM659" not in str(error):
             raise

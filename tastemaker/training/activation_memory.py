@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ..config.schema import EngineConfig
 from ..core.weights import NetworkTraits
 from .precision import recompute_contexts
 
@@ -68,10 +70,28 @@ def disable_compile_cache() -> None:
     config.enable_autograd_cache = False
 
 
-def checkpoint_activations(net: nn.Module) -> None:
-    """Apply activation checkpointing to each block: recompute its activations in the backward pass."""
-    for module in repeated_blocks(net) or [net]:
+def checkpoint_units(net: nn.Module) -> list[nn.Module]:
+    """Return the modules that are checkpointed one by one: the blocks, or the network if it has none."""
+    return repeated_blocks(net) or [net]
+
+
+def checkpoint_activations(net: nn.Module, count: int | None = None) -> None:
+    """Apply activation checkpointing to the first `count` blocks, or to all: recompute them in the backward pass.
+
+    The first blocks are the last of the backward pass, when the activations of all others are free again.
+    """
+    for module in checkpoint_units(net)[:count]:
         module.forward = _checkpointed(module.forward)  # in place, so that parameter names stay the same
+
+
+def resolve_without_plan(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Replace `activation_memory: auto` where the memory of the run is not estimated: on a GPU, save what is possible.
+
+    Other devices keep activations: host memory is not the limit there.
+    """
+    if config.activation_memory != "auto":
+        return config
+    return replace(config, activation_memory="checkpoint" if device.type == "cuda" else "keep")
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ COLLECTIVE_VARIABLE = "TASTEMAKER_COLLECTIVE_SECONDS"
 COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for another one gives up
 RENDEZVOUS_VARIABLE = "TASTEMAKER_RENDEZVOUS_SECONDS"
 RENDEZVOUS_SECONDS = 600.0  # all ranks have to join within this time
+REQUESTS, POLL_SECONDS = "tastemaker/requests", 0.05  # of ranks that ask rank 0 for the name of the attempt
 
 
 class CollectiveComm(Comm, Protocol):
@@ -109,8 +113,10 @@ def init_process_group(device: torch.device, *, always: bool = False) -> tuple[C
             one_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         # A short timeout until all ranks have joined: without torchrun, nobody else notices that one of them died.
         seconds = float(os.environ.get(RENDEZVOUS_VARIABLE, RENDEZVOUS_SECONDS))
+        timeout = timedelta(seconds=seconds)
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device_id, **one_rank)
+            with _store_of_this_attempt(timeout) as store:
+                dist.init_process_group(backend, timeout=timeout, device_id=device_id, **{**one_rank, **store})
             patience = float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE_SECONDS))
             dist.group.WORLD.set_timeout(timedelta(seconds=patience))  # type: ignore[union-attr]
         except (dist.DistError, RuntimeError) as error:
@@ -120,6 +126,50 @@ def init_process_group(device: torch.device, *, always: bool = False) -> tuple[C
                 f"more than {seconds:.0f} s apart, set {RENDEZVOUS_VARIABLE} to a longer time [TM1640]"
             ) from error
     return DistributedComm(dist.get_rank(), dist.get_world_size(), device), started
+
+
+@contextmanager
+def _store_of_this_attempt(timeout: timedelta) -> Iterator[dict[str, Any]]:
+    """Yield arguments of `init_process_group`: a store that holds nothing of ranks before torchrun restarted them.
+
+    torchrun's agent keeps one store for all attempts, where new ranks would read the addresses of old ones (PyTorch
+    issue 135712), and the number of an attempt differs between machines. So rank 0 invents a name for the
+    attempt, under which its ranks store their keys, and answers every rank that asks for it, until all have joined.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield {}
+        return
+    rank, world_size = get_rank(), int(os.environ["WORLD_SIZE"])
+    store, joined = _connect_to_agent(timeout), threading.Event()
+    if rank == 0:
+        name = uuid4().hex
+        threading.Thread(target=_answer_requests, args=(_connect_to_agent(timeout), name, joined), daemon=True).start()
+    else:
+        request = uuid4().hex
+        store.set(f"{REQUESTS}/{store.add(REQUESTS, 1)}", request)
+        name = store.get(f"{REQUESTS}/answer/{request}").decode()
+    try:
+        yield {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}  # type: ignore[attr-defined]
+    finally:
+        joined.set()
+
+
+def _connect_to_agent(timeout: timedelta) -> Any:
+    """Connect to the store of torchrun's agent."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _answer_requests(store: Any, name: str, joined: threading.Event) -> None:
+    """Answer all requests with the name of the attempt until `joined`; nobody reads the answers to old ones."""
+    answered: set[int] = set()
+    with suppress(dist.DistError, RuntimeError):  # the agent has ended, which the main thread notices too
+        while not joined.wait(POLL_SECONDS):
+            for number in set(range(1, store.add(REQUESTS, 0) + 1)) - answered:
+                key = f"{REQUESTS}/{number}"
+                if store.check([key]):  # the rank may have been killed before it wrote its request
+                    store.set(f"{REQUESTS}/answer/{store.get(key).decode()}", name)
+                    answered.add(number)
 
 
 def separate_comm(comm: CollectiveComm) -> Comm:

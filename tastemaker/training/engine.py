@@ -139,6 +139,7 @@ class Engine:
 
     def prepare(self, weights: Weights) -> None:
         """Compile, checkpoint, move, cast and shard the network in place as configured, and build its optimizer."""
+        self.config = activation_memory.resolve_without_plan(self.config, self.device)
         if self.config.compile and self.device.type == "cuda":
             activation_memory.disable_compile_cache()
         nets = [weights.net, *(weights.copies.values() if isinstance(weights, FrozenCopyWeights) else ())]
@@ -158,7 +159,7 @@ class Engine:
             if in_blocks:
                 activation_memory.compile_blocks(net)
             if self.config.activation_memory == "checkpoint":
-                activation_memory.checkpoint_activations(net)
+                activation_memory.checkpoint_activations(net, self.config.checkpointed_blocks)
             if self.device.type == "cuda" and (in_blocks or not self.config.compile):  # not within one compiled graph
                 precision.use_fast_attention(net, self.config, weights.traits)
             if self.device.type == "cuda" and self.config.cuda_graphs:

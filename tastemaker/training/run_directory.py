@@ -36,6 +36,7 @@ from .engine import Engine
 C = TypeVar("C", bound=AnyConfig)
 CONFIG_FILE = "config.yaml"
 RECIPE_FILE = "recipe.yaml"  # in exported folders, so that `tastemaker generate FOLDER` works
+RESOLVED_KEYS = ("precision", "activation_memory")  # of the engine, which may be auto until the run starts
 NETWORK_SECTIONS = ("model", "tuning", "autoencoder", "judge")  # that the tensors of a checkpoint depend on
 MAX_NAMED_KEYS = 4  # more differing settings are summarized by their sections
 
@@ -58,20 +59,22 @@ def claim_run_directory(config: AnyConfig, directory: Path, allowed: Sequence[st
     return checkpoint.latest_checkpoint(directory)
 
 
-def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
-    """Replace `engine.precision: auto` by the precision of the run that is resumed, whatever device that ran on.
+def keep_resolved_engine(config: C, directory: Path, resume: Path | None = None) -> C:
+    """Replace `auto` in the engine's precision and activation memory by what the resumed run chose, on any device.
 
     This is the run that the checkpoint `resume` belongs to, or the one in `directory` if it has a checkpoint.
     """
-    if config.engine.precision != "auto":
+    unresolved = [key for key in RESOLVED_KEYS if getattr(config.engine, key) == "auto"]
+    if not unresolved:
         return config
     owners = [resume.resolve().parents[1]] if resume is not None else []
     owners += [directory] if checkpoint.latest_checkpoint(directory) is not None else []
     for owner in owners:
         if (owner / CONFIG_FILE).is_file():
-            written = read_yaml_mapping(owner / CONFIG_FILE)
-            kept = flatten_settings(written).get("engine.precision", "auto")
-            return replace(config, engine=replace(config.engine, precision=kept))
+            written = flatten_settings(read_yaml_mapping(owner / CONFIG_FILE))
+            keys = [*unresolved, *(["checkpointed_blocks"] if "activation_memory" in unresolved else [])]
+            kept = {key: written[f"engine.{key}"] for key in keys if f"engine.{key}" in written}
+            return replace(config, engine=replace(config.engine, **kept))
     return config
 
 
@@ -83,7 +86,7 @@ def diff_run_config(config: AnyConfig, directory: Path) -> dict[str, str]:
     file = directory / CONFIG_FILE
     if not file.exists() or checkpoint.latest_checkpoint(directory) is None:
         return {}
-    new = config_to_yaml(keep_precision(config, directory))
+    new = config_to_yaml(keep_resolved_engine(config, directory))
     old = read_yaml_mapping(file)
     with suppress(ConfigError):  # settings that exist no longer are shown as they are
         old = parse_yaml_mapping(config_to_yaml(validate_config(old)), CONFIG_FILE)

@@ -4,6 +4,9 @@ The lock is `run.lock` in the directory, held by `flock`, which the kernel relea
 ends. The file names the owner. Where `flock` is missing or does not reach other machines, as on some shared file
 systems, the record counts as alive as long as its time of modification, the heartbeat, is recent. An owner that was
 suspended for longer finds another record when it wakes up: it stops, and publishes no more checkpoints.
+
+torchrun starts the ranks of a lost machine again at once, often with rank 0 on another machine. To be refused would use
+up its restarts, so under torchrun a process waits until the heartbeat of an owner on another machine is stale.
 """
 
 from __future__ import annotations
@@ -51,6 +54,10 @@ LOCAL_FILE_SYSTEMS = (
     "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs",
 )  # fmt: skip
 MOUNTS = Path("/proc/self/mountinfo")
+WAIT_SECONDS = 1.0  # between two looks at an owner on another machine
+MAX_WAIT_SECONDS = 1800.0  # for an owner of the same job: ranks that are cut off notice it after so long at most
+LAUNCH_VARIABLE = "TORCHELASTIC_RUN_ID"  # set by torchrun: the id of the job, the same after a restart
+UNNAMED_LAUNCH = "none"  # the id of all jobs that were given none
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _held: dict[tuple[Path, int], RunLock] = {}  # by directory and thread
 
@@ -65,6 +72,7 @@ class RunOwner:
     machine: str  # changes when the machine starts again
     process: str  # pid namespace and start time, which tell a new process of the same pid from the old one
     token: str = ""  # random, so that no two records are equal
+    launch: str = ""  # id of the job that torchrun started; empty without torchrun
     heartbeat: float = field(default=0.0, compare=False)  # seconds since 1970 when it was last known to be alive
     alive: bool = field(default=True, compare=False)
 
@@ -150,6 +158,7 @@ class RunLock:
         self.owner_pid = os.getpid()
         self._file: IO[bytes] | None = None
         self._created: list[Path] = []  # directories, to be removed if the run leaves them empty
+        self._first_seen: tuple[RunOwner, float] | None = None  # an owner that is waited for, and since when
         self._released = threading.Event()
         self._record: RunOwner | None = None
 
@@ -184,6 +193,8 @@ class RunLock:
             if may_wait and owner is not None and not owner.alive:
                 time.sleep(0.05)
                 return False
+            if self._wait_for(owner):
+                return False
             self._refuse(owner)
         except OSError as error:
             if error.errno not in NO_FLOCK:
@@ -194,6 +205,10 @@ class RunLock:
                 previous = _read_record(file, self._file_system_time)
                 is_here = previous is not None and previous.machine == describe_machine()
                 if previous is not None and previous.alive and not (works and is_here):
+                    if works:
+                        fcntl.flock(file, fcntl.LOCK_UN)  # while this process waits, it owns nothing
+                    if self._wait_for(previous):
+                        return False
                     self._refuse_elsewhere(previous)
                 self._record = self._write(file)
                 if not works or not is_local_file_system(self.directory):
@@ -202,6 +217,25 @@ class RunLock:
                         self._refuse_elsewhere(written)
                 return True
         return False
+
+    def _wait_for(self, owner: RunOwner | None) -> bool:
+        """Wait a moment for an owner on another machine that may be dead; False if there is no reason to.
+
+        An owner of the same job is dead or about to end, because torchrun ends all ranks before it starts them again.
+        Any other one is alive if its heartbeat moves.
+        """
+        launch = os.environ.get(LAUNCH_VARIABLE, "")
+        if not launch or owner is None or owner.machine == describe_machine():
+            return False
+        first, since = self._first_seen = self._first_seen or (owner, time.monotonic())
+        waited = time.monotonic() - since
+        if owner.launch == first.launch == launch != UNNAMED_LAUNCH:
+            worth_it = waited < MAX_WAIT_SECONDS
+        else:
+            worth_it = owner == first and owner.heartbeat == first.heartbeat and waited < STALE_SECONDS + 1
+        if worth_it:
+            time.sleep(WAIT_SECONDS)
+        return worth_it
 
     def _refuse(self, owner: RunOwner | None) -> None:
         raise ConfigError(
@@ -220,8 +254,9 @@ class RunLock:
     def _write(self, file: IO[bytes]) -> RunOwner:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         process, pid = describe_process(os.getpid()), os.getpid()
-        record = RunOwner(socket.gethostname(), pid, started, describe_machine(), process, uuid.uuid4().hex)
-        keys = ("host", "pid", "started", "machine", "process", "token")
+        launch, token = os.environ.get(LAUNCH_VARIABLE, ""), uuid.uuid4().hex
+        record = RunOwner(socket.gethostname(), pid, started, describe_machine(), process, token, launch)
+        keys = ("host", "pid", "started", "machine", "process", "token", "launch")
         content = TypeAdapter(dict[str, str | int]).dump_json({key: getattr(record, key) for key in keys}, indent=1)
         file.seek(0)
         file.truncate()

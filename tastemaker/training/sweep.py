@@ -30,7 +30,7 @@ from ..report.run_record import RunRecord, read_run
 from . import checkpoint, checkpoint_folder
 from .events import Event, TrainingFinished
 from .loop import interruption_reason
-from .run_directory import claim_run_directory, keep_precision
+from .run_directory import claim_run_directory, keep_resolved_engine
 from .run_lock import own_run_directory
 from .trainer import load_run_config, run_training
 
@@ -127,7 +127,7 @@ def plan_sweep(recipe: str, overrides: Sequence[str], out: Path, *, tiny: bool =
     if len({run.name for run in runs}) < len(runs):
         raise ConfigError(f"sweep: two runs would have the name '{runs[0].name}'; use shorter values [TM299]")
     for run in runs:
-        claim_run_directory(keep_precision(run.config, run.config.directory), run.config.directory, ())
+        claim_run_directory(keep_resolved_engine(run.config, run.config.directory), run.config.directory, ())
     return runs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +40,7 @@ from ..core.errors import CheckpointError
 from ..core.lora import Lora
 from ..core.objective import Comm, SingleProcess
 from ..core.registry import ConfigError
+from ..diagnostics.activation_budget import choose_activation_memory
 from ..export.llamagen import resume_from_llamagen
 from ..export.lora import InitializedLora, is_external_lora
 from ..models.llamagen import optimizer_state
@@ -117,7 +119,7 @@ def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> Any
     """Build the run of a generator, an autoencoder, a judge or a preference model, with given weights.
 
     `init_from` is a run, a checkpoint, a file or an exported folder. The run keeps its configuration in `run.config`,
-    with the precision that was chosen for the device.
+    with the precision and the activation memory that were chosen for the device.
     """
     run: AnyRun
     if isinstance(config, PreferenceRunConfig):
@@ -131,7 +133,8 @@ def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> Any
         run = build_judge(config, directory, init_from=initial)
         run.config = replace(config, engine=run.engine.config)
     elif isinstance(config, AutoencoderRunConfig):
-        run = build_autoencoder(config, directory, init_from=initial)
+        choose = partial(choose_activation_memory, config)
+        run = build_autoencoder(config, directory, init_from=initial, choose_memory=choose)
         run.config = replace(config, engine=run.engine.config)
     else:
         run = build_generator(config, directory, initial)
@@ -141,10 +144,13 @@ def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> Any
 
 def build_generator(config: RunConfig, directory: Path, init_from: InitialWeights | None) -> Run:
     """Build the run of a generator, from the weights of a checkpoint, a LoRA file or an export if given."""
+    choose = partial(choose_activation_memory, config)
     if isinstance(init_from, Path) and isinstance(config.tuning, Lora) and is_external_lora(init_from):
         tuning = InitializedLora(config.tuning, init_from, config.model.layout)
-        return build(replace(config, tuning=tuning), directory, exports=read_exports(config))
-    return build(config, directory, init_from=init_from, exports=read_exports(config))
+        config = replace(config, tuning=tuning)
+        return build(config, directory, exports=read_exports(config), choose_memory=choose)
+    exports = read_exports(config)
+    return build(config, directory, init_from=init_from, exports=exports, choose_memory=choose)
 
 
 def training_events(run: AnyRun) -> Iterator[Event]:
@@ -270,7 +276,7 @@ def run_training(
     config = require_valid(make_tiny_any(config) if tiny else config)
     directory = config.directory
     with own_directory(config.engine, directory):
-        config = run_directory.keep_precision(adopt_class_names(config), directory, resume)
+        config = run_directory.keep_resolved_engine(adopt_class_names(config), directory, resume)
         start = run_directory.claim_run_directory(config, directory, allow_change)
         if start is not None and (resume or init_from):
             raise ConfigError(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ SKY_TASK = strict(
         "num_nodes": COUNT,
         "setup": TEXT,
         "run": TEXT,
+        "file_mounts": {"type": "object"},
         "resources": strict(
             {
                 "accelerators": {"type": "string", "pattern": r"^[A-Z0-9-]+:\d+$"},
@@ -151,6 +153,16 @@ def test_sky_task_has_known_fields_and_a_valid_script() -> None:
     check_bash(data["run"])
     assert data["resources"]["accelerators"] == "H100:8" and data["num_nodes"] == 2
     assert ACCELERATORS.keys() == GPU_PRESETS.keys()
+
+
+def test_sky_task_says_whether_a_preempted_run_is_kept() -> None:
+    assert "starts again from its first step" in render_job("sky", JOB, NOTES)
+    text = render_job("sky", replace(JOB, bucket="my-runs"), NOTES)
+    data = yaml.safe_load(text)
+    assert data["file_mounts"] == {"/runs": {"name": "my-runs", "mode": "MOUNT"}}
+    assert "steps=3 output_dir=/runs\n" in data["run"] and "first step" not in text
+    chosen = replace(JOB, bucket="my-runs", settings=("flowgrpo-sd35", "output_dir=/runs/mine"))
+    assert "train flowgrpo-sd35 output_dir=/runs/mine\n" in yaml.safe_load(render_job("sky", chosen, NOTES))["run"]
 
 
 def planned(gib: float) -> ResourceEstimate:

@@ -55,6 +55,24 @@ def test_activation_checkpointing_and_offloading_keep_the_gradient(activation_me
     )
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_number_of_checkpointed_blocks_keeps_the_gradient(precision: str) -> None:
+    kept = record_gradients(precision=precision)
+    for count in range(1, 5):  # of three blocks
+        settings = {"activation_memory": "checkpoint", "checkpointed_blocks": count, "precision": precision}
+        assert_equal(record_gradients(**settings), kept)
+
+
+def test_only_the_first_blocks_are_recomputed() -> None:
+    weights = full_weights()
+    engine = build_engine(weights, activation_memory="checkpoint", checkpointed_blocks=2)
+    calls: list[int] = []
+    for index, block in enumerate(weights.net.blocks):
+        block.up.register_forward_hook(lambda *_, index=index: calls.append(index))
+    engine.backward(local_loss(engine, weights, make_inputs()), last=True)
+    assert sorted(calls) == [0, 0, 1, 1, 2]
+
+
 def test_checkpointing_frees_the_activations_of_blocks() -> None:
     weights = full_weights()
     engine = build_engine(weights, activation_memory="checkpoint")

@@ -223,6 +223,57 @@ def test_owner_on_another_machine_counts_while_its_heartbeat_is_recent(
         assert json.loads(file.read_text())["host"] == socket.gethostname()
 
 
+@pytest.mark.parametrize(("launch", "beating"), [("job", True), ("job", False), ("other", False), ("none", False)])
+def test_restart_under_torchrun_waits_for_a_dead_owner_on_another_machine(
+    tmp_path: Path, launch: str, beating: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 of an elastic restart: what was cut off may still be alive for a while, but only that of the same job."""
+    file, waits = write_owner_elsewhere(tmp_path, monkeypatch), []
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "launch": launch}))
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:  # its heartbeat becomes stale
+            os.utime(file, (time.time() - STALE_SECONDS - 1,) * 2)
+        elif beating:
+            os.utime(file, (time.time() + len(waits),) * 2)
+
+    monkeypatch.setenv(run_lock.LAUNCH_VARIABLE, "none" if launch == "none" else "job")
+    monkeypatch.setattr(run_lock.time, "sleep", wait)
+    with own_run_directory(tmp_path):
+        owner = read_owner(tmp_path)
+        assert owner is not None and owner.pid == os.getpid() and owner.host == socket.gethostname()
+    assert len(waits) == 3
+
+
+def test_restart_under_torchrun_is_refused_by_an_owner_that_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, waits = write_owner_elsewhere(tmp_path, monkeypatch), []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        os.utime(file, (time.time() + len(waits),) * 2)
+
+    monkeypatch.setenv(run_lock.LAUNCH_VARIABLE, "job")
+    monkeypatch.setattr(run_lock.time, "sleep", wait)
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match=r"on gpu-7 .*TM1101"), own_run_directory(tmp_path):
+        pass
+    assert waits and file.read_bytes() == before
+
+
+def write_owner_elsewhere(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the lock of another job, on another machine and a moment ago."""
+    monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.0)
+    with own_run_directory(directory):
+        record = json.loads((directory / LOCK_FILE).read_text())
+    file = directory / LOCK_FILE
+    file.write_text(json.dumps({**record, "host": "gpu-7", "machine": "another", "launch": "another job"}))
+    return file
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[" * 4000, '{"host": 3}', "\x00" * 9000])
 def test_unreadable_record_is_no_owner(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK_FILE).write_text(content)
