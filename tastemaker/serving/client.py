@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import json
 import random
 import socket
 import ssl
@@ -14,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from ..core.errors import ConfigError
 from ..core.interruption import POLL_SECONDS, Interrupted, StopRequest, current_stop
 from ..core.reward import RewardError
 from ..core.safe_files import parse_json
@@ -181,11 +183,9 @@ class RewardClient:
 def is_cut_off(body: bytes) -> bool:
     """Whether a body without a declared length may be the beginning of a JSON object."""
     try:
-        json.loads(body)
-    except RecursionError:
-        return False
-    except ValueError:
-        return body.lstrip()[:1] in (b"", b"{")
+        parse_json(body.decode(errors="replace"), "answer")
+    except ConfigError as error:  # too deep or too many parts is no reason to ask again
+        return isinstance(error.__cause__, json.JSONDecodeError) and body.lstrip()[:1] in (b"", b"{")
     return False
 
 

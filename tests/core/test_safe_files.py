@@ -145,6 +145,7 @@ OWN_PARSERS = {
     "evaluation/scoreboard/runner.py": 1,  # the answers of a process of ours
     "export/diffusers_pipeline.py": 1,  # what a network of ours returned
     "preferences/training.py": 1,  # json.loads(json.dumps(...))
+    "rewards/remote.py": 1,  # settings that this package wrote
     "serving/chat_client.py": 1,  # a bounded answer, in which a judge may write half of a surrogate pair
     "serving/protocol.py": 1,  # bounds of its own
     "studio/config_forms.py": 1,  # a file of the package
