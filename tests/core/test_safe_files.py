@@ -146,7 +146,7 @@ OWN_PARSERS = {
     "export/diffusers_pipeline.py": 1,  # what a network of ours returned
     "preferences/training.py": 1,  # json.loads(json.dumps(...))
     "rewards/remote.py": 1,  # settings that this package wrote
-    "serving/chat_client.py": 1,  # a bounded answer, in which a judge may write half of a surrogate pair
+    "serving/chat_client.py": 2,  # a bounded answer, in which a judge may write half of a surrogate pair, and it masked
     "serving/protocol.py": 1,  # bounds of its own
     "studio/config_forms.py": 1,  # a file of the package
     "studio/config_worker.py": 2,  # messages between two processes of ours
