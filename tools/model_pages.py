@@ -16,7 +16,7 @@ from typing import Any
 
 from tastemaker.config.registries import OBJECTIVES, PROCESSES, REWARDS
 from tastemaker.core.model_spec import ModelSpec
-from tastemaker.verification.models import list_models, load_spec, reads_image
+from tastemaker.verification.models import list_models, load_spec
 from tastemaker.verification.report import Entry, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +78,7 @@ def find_tasks(spec: ModelSpec) -> list[str]:
     target = "video" if spec.frames > 1 else "image"
     if "conditioning" in names and settings.conditioning != "caption":
         return [f"class-to-{target}"]
-    if not reads_image(spec):
+    if not spec.reads_image:
         return [f"text-to-{target}"]
     from_image = "image-to-video" if target == "video" else "editing"
     return [from_image] if spec.needs_initial_image else [f"text-to-{target}", from_image]

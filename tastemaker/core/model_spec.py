@@ -126,6 +126,11 @@ class ModelSpec(ABC):
         return False
 
     @property
+    def reads_image(self) -> bool:
+        """Whether prompts may come with an image in their metadata, which the model edits or continues."""
+        return self.needs_initial_image
+
+    @property
     def layout(self) -> PipelineLayout | None:
         """How the model maps to a published diffusers pipeline; None if there is none."""
         return None

@@ -277,6 +277,7 @@ class Flux2Spec(ImageSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     latent_channels = LATENT_CHANNELS
+    reads_image: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = FLUX2
 

@@ -236,8 +236,8 @@ class Comparison:
 
     @property
     def takes_image(self) -> bool:
-        """Whether prompts come with an image: the pipeline's call has an argument for it."""
-        return "image" in self.parameters
+        """Whether prompts come with an image."""
+        return self.spec.reads_image
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from tastemaker.config.registries import OBJECTIVES
+from tastemaker.verification.models import load_spec
 from tastemaker.verification.report import Entry, write_report
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
@@ -44,6 +45,19 @@ def test_the_results_of_this_repository_can_be_read_and_nothing_in_them_failed(p
     for kind in ("model", "reward"):
         entries = pages.latest_entries(kind)
         assert entries and not [name for (name, _), entry in entries.items() if entry.status == "failed"]
+
+
+def test_tasks_are_those_of_our_models(pages: ModuleType) -> None:
+    """Qwen-Image 2.1's pipeline reads images, our model does not."""
+    tasks = {
+        name: pages.find_tasks(load_spec(name)) for name in ("qwen-image-21", "flux2", "wan-i2v", "playground-edit")
+    }
+    assert tasks == {
+        "qwen-image-21": ["text-to-image"],
+        "flux2": ["text-to-image", "editing"],
+        "wan-i2v": ["image-to-video"],
+        "playground-edit": ["text-to-image", "editing"],
+    }
 
 
 @pytest.mark.slow
