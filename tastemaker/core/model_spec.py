@@ -111,6 +111,11 @@ class ModelSpec(ABC):
         return ()
 
     @property
+    def releases(self) -> tuple[WeightsSource, ...]:
+        """The published weights of the network that settings can name, for `tastemaker list models`."""
+        return ()
+
+    @property
     def timestep_shift(self) -> float | None:
         """The timestep shift its weights were trained with at this size and length; None if it is not known."""
         return None
