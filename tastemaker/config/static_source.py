@@ -80,8 +80,8 @@ class StaticModule:
             return static_module(definition[0]).value(definition[1])
         if isinstance(definition, ast.ClassDef) and self._imports_only_stdlib():
             return vars(importlib.import_module(self.name))[name]
-        if isinstance(definition, ast.ClassDef) and any(
-            "dataclass" in ast.unparse(x) for x in definition.decorator_list
+        if isinstance(definition, ast.ClassDef) and "dataclass" in " ".join(
+            map(ast.unparse, definition.decorator_list)
         ):
             return static_constructor(definition)
         raise NotStatic(f"{self.name}.{name} is known only after an import")
@@ -125,12 +125,9 @@ class StaticAttributes:
 
 
 def static_constructor(node: ast.ClassDef) -> Callable[..., SimpleNamespace]:
-    """A function that takes the arguments of a dataclass and keeps them as attributes; it has no defaults or methods."""
-    names = [
-        field.target.id
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    ]
+    """A function that keeps the arguments of a dataclass as attributes, without its defaults and methods."""
+    fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+    names = [field.id for field in fields if isinstance(field, ast.Name)]
     return lambda *values, **named: SimpleNamespace(**dict(zip(names, values, strict=False)), **named)
 
 
