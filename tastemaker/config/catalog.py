@@ -30,9 +30,9 @@ KINDS: dict[str, Registry] = {
 }
 RECIPE_FAMILIES = {  # folders of recipes, in the order of `tastemaker list recipes`
     "playground": "Playground: small models whose weights are included; they train on a CPU",
-    "images": "Images: FLUX, Stable Diffusion, Qwen-Image and DiT",
+    "images": "Images: FLUX, Z-Image, Qwen-Image, Sana, Stable Diffusion and DiT",
     "video": "Video: Wan, HunyuanVideo, CogVideoX, LTX, Mochi and others",
-    "tokens": "Image tokens: LlamaGen and Show-o",
+    "tokens": "Image tokens: LlamaGen, Show-o and Janus-Pro",
     "autoencoders": "Autoencoders: VAEs and tokenizers",
     "judges": "Judges: vision-language models that answer questions about images",
     "preferences": "Preferences: models of what people prefer, learned from votes",

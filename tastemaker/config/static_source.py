@@ -80,9 +80,7 @@ class StaticModule:
             return static_module(definition[0]).value(definition[1])
         if isinstance(definition, ast.ClassDef) and self._imports_only_stdlib():
             return vars(importlib.import_module(self.name))[name]
-        if isinstance(definition, ast.ClassDef) and "dataclass" in " ".join(
-            map(ast.unparse, definition.decorator_list)
-        ):
+        if isinstance(definition, ast.ClassDef) and is_dataclass_definition(definition):
             return static_constructor(definition)
         raise NotStatic(f"{self.name}.{name} is known only after an import")
 
@@ -122,6 +120,11 @@ class StaticAttributes:
 
     def __getattr__(self, name: str) -> Any:
         return self._module.value(name)
+
+
+def is_dataclass_definition(node: ast.ClassDef) -> bool:
+    """Whether a class has the decorator `dataclass`."""
+    return any(ast.unparse(decorator).startswith("dataclass") for decorator in node.decorator_list)
 
 
 def static_constructor(node: ast.ClassDef) -> Callable[..., SimpleNamespace]:
