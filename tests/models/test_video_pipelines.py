@@ -21,7 +21,7 @@ from tastemaker.models.pretrained import silence_libraries
 from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat on a mat", "two blue dogs"]
-ADAPTED = ("wan", "wan-i2v", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
+ADAPTED = ("wan", "wan-i2v", "wan22-i2v", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # raised by Mochi

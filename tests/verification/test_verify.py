@@ -197,7 +197,7 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["sd15", "qwen-image", "ltx", "svd"])
+@pytest.mark.parametrize("name", ["sd15", "qwen-image", "qwen-image-21", "ltx", "svd", "wan-i2v", "hunyuanvideo15"])
 def test_samples_of_other_families_match(name: str, tmp_path: Path) -> None:
     config = models.load_config(name, TINY, tmp_path)
     check = models.check_samples(name, config, TINY, tmp_path)
