@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from tiers import fast
+from tiny_pipelines import load_adapters
 from torch import nn
 
 from tastemaker.config.registries import MODELS
@@ -52,19 +53,6 @@ def make_pipeline(layout: PipelineLayout, components: dict[str, nn.Module]) -> A
     parameters = inspect.signature(pipeline_class.__init__).parameters.values()
     required = [p.name for p in parameters if p.name != "self" and p.default is p.empty and p.kind != p.VAR_KEYWORD]
     return pipeline_class(**{**dict.fromkeys(required), **components})
-
-
-def load_adapters(pipeline: Any, layout: PipelineLayout, folder: Path) -> None:
-    """Load as the model card says: two transformers one after the other, under the name of the first."""
-    if len(layout.components) == 1:
-        pipeline.load_lora_weights(folder)
-        return
-    tensors = diffusers.models.model_loading_utils.load_state_dict(folder / DIFFUSERS_LORA_FILE)
-    for component in layout.components:
-        own = {key: x for key, x in tensors.items() if key.startswith(f"{component}.")}
-        option = {} if component == layout.component else {f"load_into_{component}": True}
-        renamed = {key.replace(f"{component}.", f"{layout.component}.", 1): x for key, x in own.items()}
-        pipeline.load_lora_weights(renamed, adapter_name=component, **option)
 
 
 @pytest.mark.parametrize("name", fast([*LOADED, "flux2-dev"], "sd3"))
