@@ -40,11 +40,11 @@ FAMILIES = {  # folders of recipes, in the order of the index: title and descrip
     "playground": ("Playground", "Small trained generators that ship with the package. They run on a CPU or any GPU."),
     "images": (
         "Images",
-        "FLUX, FLUX.2, Z-Image, Qwen-Image (also edits), Sana, SD3.5, SDXL, SD1.5, and DiTs of your images.",
+        "FLUX, FLUX.2, Z-Image, Qwen-Image (also edits), Sana, SD3.5, SDXL, SD1.5, and DiTs.",
     ),
     "video": (
         "Video",
-        "Wan (from text or an image), LTX and LTX-2, HunyuanVideo, CogVideoX, Mochi, SVD and VADER's models.",
+        "Wan (from text or an image), LTX, LTX-2, HunyuanVideo, CogVideoX, Mochi, SVD, VADER's models.",
     ),
     "tokens": ("Tokens", "LlamaGen, Show-o and Janus-Pro."),
     "autoencoders": ("Autoencoders", "VAEs and tokenizers."),
