@@ -7,10 +7,7 @@ from typing import Any
 from diffusers import (
     AutoencoderDC,
     AutoencoderKLQwenImage,
-    AutoencoderKLQwenImage21,
     FlowMatchEulerDiscreteScheduler,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
     QwenImageEditPlusPipeline,
     QwenImageTransformer2DModel,
     SanaPipeline,
@@ -27,25 +24,16 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen2VLProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
-from tastemaker.models import qwen_image_21, qwen_image_edit, sana
+from tastemaker.models import qwen_image_edit, sana
 from tastemaker.models.qwen_image_edit import IMAGE_PAD
+from tastemaker.verification.whole_pipelines import QWEN_SCHEDULER
 
 VIDEO_PAD = "<|video_pad|>"
-QWEN_SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 8192,
-    "max_shift": 0.9,
-    "shift_terminal": 0.02,
-    "use_dynamic_shifting": True,
-}
 
 
 class EncoderWithTokenTypes(Qwen2_5_VLForConditionalGeneration):
@@ -81,32 +69,6 @@ def make_qwen_edit_pipeline(**transformer_settings: Any) -> Any:
         transformer=random_network(
             QwenImageTransformer2DModel, {**qwen_image_edit.TINY_CONFIGS["transformer"], **transformer_settings}, 3
         ),
-    )
-
-
-class TextProcessor(ProcessorMixin):
-    """A tokenizer as a processor: that of Qwen3-VL needs torchvision for videos."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-
-    def apply_chat_template(self, conversation: Any, **settings: Any) -> Any:
-        turns = [f"<|im_start|>{turn['role']}\n{turn['content'][0]['text']}<|im_end|>\n" for turn in conversation]
-        return self.tokenizer(["".join(turns)]).input_ids
-
-
-def make_qwen_21_pipeline() -> Any:
-    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
-    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|image_pad|>"]})
-    return QwenImage21Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**QWEN_SCHEDULER),
-        vae=random_network(AutoencoderKLQwenImage21, qwen_image_21.TINY_CONFIGS["vae"], 1),
-        text_encoder=random_network(
-            Qwen3VLForConditionalGeneration, Qwen3VLConfig(**qwen_image_21.TINY_CONFIGS["text_encoder"]), 2
-        ),
-        processor=TextProcessor(tokenizer),
-        transformer=random_network(QwenImage21Transformer2DModel, qwen_image_21.TINY_CONFIGS["transformer"], 3),
     )
 
 

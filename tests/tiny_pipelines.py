@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tastemaker.core.model_spec import PipelineLayout
 from tastemaker.core.policy import Backbone
 from tastemaker.core.randomness import Randomness
+from tastemaker.export.lora import DIFFUSERS_LORA_FILE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.verification.tiny_pipelines import CLIP_TOKENS as CLIP_TOKENS
 from tastemaker.verification.tiny_pipelines import T5_VOCAB_SIZE as T5_VOCAB_SIZE
@@ -134,3 +137,18 @@ def bos_tokenizer() -> Any:
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", pad_token="<|endoftext|>")
     tokenizer.chat_template = "<s>" + CHAT_TEMPLATE
     return tokenizer
+
+
+def load_adapters(pipeline: Any, layout: PipelineLayout, folder: Path) -> None:
+    """Load adapters as the model card says: two transformers one after the other, under the name of the first."""
+    from diffusers.models.model_loading_utils import load_state_dict
+
+    if len(layout.components) == 1:
+        pipeline.load_lora_weights(folder, weight_name=DIFFUSERS_LORA_FILE)
+        return
+    tensors = load_state_dict(folder / DIFFUSERS_LORA_FILE)
+    for component in layout.components:
+        own = {key: x for key, x in tensors.items() if key.startswith(f"{component}.")}
+        option = {} if component == layout.component else {f"load_into_{component}": True}
+        renamed = {key.replace(f"{component}.", f"{layout.component}.", 1): x for key, x in own.items()}
+        pipeline.load_lora_weights(renamed, adapter_name=component, **option)

@@ -13,18 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import (
-    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
-    CLIPVisionConfig,
-    CLIPVisionModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaModel,
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLTextModel,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -32,7 +27,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.models import cogvideox, hunyuanvideo, hunyuanvideo15, ltx, ltx2, mochi, wan, wan_i2v
+from tastemaker.models import cogvideox, hunyuanvideo, ltx, ltx2, mochi, wan
 from tastemaker.models.cogvideox import CogVideoXSpec
 from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
 from tastemaker.models.ltx import LtxSpec
@@ -44,6 +39,7 @@ from tastemaker.models.wan_i2v import WanI2VSpec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 from tastemaker.verification.tiny_pipelines import letter_t5_tokenizer as t5_tokenizer
+from tastemaker.verification.whole_pipelines import make_wan_i2v_pipeline
 
 
 def wan_pipeline(two_stages: bool) -> Any:
@@ -63,32 +59,6 @@ def wan_pipeline(two_stages: bool) -> Any:
 SOURCE_IMAGE = Image.fromarray(  # of the size of tiny clips, so that nothing is resized
     (torch.rand(32, 32, 3, generator=torch.Generator().manual_seed(3)) * 255).byte().numpy()
 )
-
-
-def wan_i2v_pipeline(spec: WanI2VSpec) -> Any:
-    from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
-    from diffusers import FlowMatchEulerDiscreteScheduler as Scheduler
-    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    # The image pipeline calls ftfy without looking whether it is installed.
-    vars(pipeline_wan_i2v)["prompt_clean"] = pipeline_wan.prompt_clean
-    network, reads_clip = wan_i2v.TINY_NETWORKS[spec.image_conditioning], spec.image_conditioning == "clip"
-    vision, side = wan_i2v.TINY_VISION, wan_i2v.TINY_VISION["image_size"]
-    return WanImageToVideoPipeline(
-        tokenizer=t5_tokenizer(),
-        text_encoder=UMT5EncoderModel(UMT5Config(**wan.TINY_CONFIGS["text_encoder"])),
-        vae=AutoencoderKLWan(**wan.TINY_CONFIGS["vae"]),
-        scheduler=Scheduler(shift=3.0),
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-        if reads_clip
-        else None,
-        image_encoder=CLIPVisionModel(CLIPVisionConfig(**vision)) if reads_clip else None,
-        transformer=WanTransformer3DModel(**network),
-        transformer_2=WanTransformer3DModel(**network) if spec.boundary_ratio else None,
-        boundary_ratio=spec.boundary_ratio,
-        expand_timesteps=spec.image_conditioning == "first_frame",
-    )
 
 
 def cog_pipeline(rotary: bool) -> Any:
@@ -206,30 +176,6 @@ def hunyuan_pipeline() -> Any:
     )
 
 
-def hunyuan15_pipeline() -> Any:
-    from diffusers import (
-        AutoencoderKLHunyuanVideo15,
-        ClassifierFreeGuidance,
-        FlowMatchEulerDiscreteScheduler,
-        HunyuanVideo15Pipeline,
-        HunyuanVideo15Transformer3DModel,
-    )
-
-    configs, tokenizer = hunyuanvideo15.TINY_CONFIGS, t5_tokenizer()
-    # 120 tokens of the system message, of which the pipeline cuts off 108.
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'][-120:] }} {% endfor %}"
-    return HunyuanVideo15Pipeline(
-        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**configs["text_encoder"])),
-        tokenizer=tokenizer,
-        transformer=HunyuanVideo15Transformer3DModel(**configs["transformer"]),
-        vae=AutoencoderKLHunyuanVideo15(**configs["vae"]),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-        text_encoder_2=T5EncoderModel(T5Config(**configs["text_encoder_2"])),
-        tokenizer_2=ByT5Tokenizer(),
-        guider=ClassifierFreeGuidance(guidance_scale=6.0),
-    )
-
-
 def mochi_pipeline() -> Any:
     from diffusers import (
         AutoencoderKLMochi,
@@ -316,7 +262,11 @@ CASES = {
 }
 CASES |= {
     name: Case(
-        partial(wan_i2v_pipeline, spec), spec, GaussianProcess(SHIFTED_TWICE, num_steps=4), 4.0, {"image": SOURCE_IMAGE}
+        partial(make_wan_i2v_pipeline, spec),
+        spec,
+        GaussianProcess(SHIFTED_TWICE, num_steps=4),
+        4.0,
+        {"image": SOURCE_IMAGE},
     )
     for name, spec in {
         "wan-i2v": replace(WanI2VSpec().tiny(), max_text_tokens=512),

@@ -38,9 +38,15 @@ INCLUDED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 
 FAMILIES = {  # folders of recipes, in the order of the index: title and description
     "playground": ("Playground", "Small trained generators that ship with the package. They run on a CPU or any GPU."),
-    "images": ("Images", "FLUX, SD3.5, SDXL, SD1.5, Qwen-Image, and DiTs from a folder of images."),
-    "video": ("Video", "Wan, CogVideoX, LTX, HunyuanVideo, Mochi, SVD and the models of VADER."),
-    "tokens": ("Tokens", "LlamaGen and Show-o."),
+    "images": (
+        "Images",
+        "FLUX, FLUX.2, Z-Image, Qwen-Image (also edits), Sana, SD3.5, SDXL, SD1.5, and DiTs.",
+    ),
+    "video": (
+        "Video",
+        "Wan (from text or an image), LTX, LTX-2, HunyuanVideo, CogVideoX, Mochi, SVD, VADER's models.",
+    ),
+    "tokens": ("Tokens", "LlamaGen, Show-o and Janus-Pro."),
     "autoencoders": ("Autoencoders", "VAEs and tokenizers."),
     "judges": ("Judges", "Vision-language models that are fine-tuned to judge images."),
     "toys": ("Toys", "Tiny models of colors, to try an objective on a CPU and to copy from."),

@@ -14,10 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from tastemaker.config.schema import RunConfig
+from model_pages import describe_size
+
 from tastemaker.core.output_paths import write_text_atomically
 from tastemaker.diagnostics.plan import estimate_resources
-from tastemaker.verification.models import list_models, load_config
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.verification.models import list_models, load_config, load_spec
 from tastemaker.verification.report import Settings
 
 FILE = Path(__file__).with_name("model_memory.json")
@@ -26,14 +28,7 @@ SETTINGS = (
     "tokens, reward without weights, text encoders lent to the GPU"
 )
 OVERRIDES = ("engine.precision=bf16", "engine.activation_memory=checkpoint", "batch.rollout_batch_size=1")
-
-
-def describe_sample(config: RunConfig) -> str:
-    """Width, height and frames of a sample, from the spec's settings."""
-    spec = vars(config.model)
-    height, width = (spec.get(side, spec.get("image_size")) for side in ("height", "width"))
-    frames = f", {config.model.frames} frames" if config.model.frames > 1 else ""
-    return f"{width}x{height}{frames}" if height else ""
+FEW_STEPS = "process.num_steps=2"  # the peak does not depend on them, but the time that the plan takes
 
 
 def main(names: list[str]) -> None:
@@ -46,12 +41,14 @@ def main(names: list[str]) -> None:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                config = load_config(name, Settings(), Path(folder), OVERRIDES)
+                is_gaussian = load_spec(name).process_type is GaussianProcess
+                overrides = [*OVERRIDES, *([FEW_STEPS] if is_gaussian else [])]
+                config = load_config(name, Settings(), Path(folder), overrides)
                 estimate = estimate_resources(config)
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {error!s:.300}", file=sys.stderr)
                 continue
-        data["models"][name] = {"peak": round(estimate.total), "size": describe_sample(config)}
+        data["models"][name] = {"peak": round(estimate.total), "size": describe_size(config.model)}
         data["settings"] = SETTINGS
         data["models"] = dict(sorted(data["models"].items()))
         write_text_atomically(FILE, json.dumps(data, indent=1) + "\n")

@@ -14,9 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tastemaker.config.registries import OBJECTIVES, PROCESSES, REWARDS
+from tastemaker.config.dump import registered_name
+from tastemaker.config.load import list_generator_recipes, load
+from tastemaker.config.recipes import read_yaml_mapping, recipe_paths
+from tastemaker.config.registries import MODELS, OBJECTIVES, PROCESSES, REWARDS
+from tastemaker.config.schema import RunConfig
 from tastemaker.core.model_spec import ModelSpec
-from tastemaker.verification.models import list_models, load_spec, reads_image
+from tastemaker.verification.models import list_models, load_spec
 from tastemaker.verification.report import Entry, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +55,9 @@ def models_table() -> str:
     """One line per model: what it generates, memory, ranks, exports, and who verified it."""
     memory = json.loads(MEMORY.read_text(encoding="utf-8"))["models"] if MEMORY.is_file() else {}
     results = latest_entries("model")
-    head = ["model", "family", "tasks", "size", "memory", "context parallel", "export", "weights", "verified"]
+    head = ["model", "family", "tasks", "objectives", "size", "precision", "memory", "context parallel", "export"]
+    head += ["weights", "verified"]
+    recipes = recipes_of_models()
     rows = []
     for name, spec in published_models().items():
         measured = memory.get(name, {})
@@ -60,7 +66,9 @@ def models_table() -> str:
                 f"`{name}`",
                 f"`{list_models()[name]}`, {PROCESSES.name(spec.process_type)}",
                 ", ".join(find_tasks(spec)),
-                measured.get("size") or describe_size(spec),
+                ", ".join(sorted({f"`{registered_name(type(each.objective))}`" for each in recipes[name]})) or "-",
+                describe_size(spec),
+                ", ".join(sorted({each.engine.precision for each in recipes[name]})) or "-",
                 f"{measured['peak'] / GIB:.1f} GiB" if measured else "-",
                 "yes" if spec.supports_context_parallel else "no",
                 ", ".join(export_targets(spec)) or "-",
@@ -71,6 +79,30 @@ def models_table() -> str:
     return table(head, rows)
 
 
+@cache
+def recipes_of_models() -> dict[str, list[RunConfig]]:
+    """The configurations of the recipes of each model, by the name of its part or type."""
+    configs: dict[str, list[RunConfig]] = {name: [] for name in published_models()}
+    for recipe in list_generator_recipes():
+        part = find_model_part(recipe_paths()[recipe])
+        name = part or MODELS.name(type(load(recipe).model))
+        if name in configs:
+            configs[name].append(load(recipe))
+    return configs
+
+
+def find_model_part(path: Path) -> str:
+    """The last part of a model that a recipe extends, directly or through others; empty if it extends none."""
+    parents = read_yaml_mapping(path).get("extends") or []
+    found = ""
+    for parent in [parents] if isinstance(parents, str) else parents:
+        if parent.startswith("models/"):
+            found = parent.removeprefix("models/")
+        elif parent in recipe_paths():
+            found = find_model_part(recipe_paths()[parent]) or found
+    return found
+
+
 def find_tasks(spec: ModelSpec) -> list[str]:
     """What a model generates, and from what."""
     settings: Any = spec
@@ -78,7 +110,7 @@ def find_tasks(spec: ModelSpec) -> list[str]:
     target = "video" if spec.frames > 1 else "image"
     if "conditioning" in names and settings.conditioning != "caption":
         return [f"class-to-{target}"]
-    if not reads_image(spec):
+    if not spec.reads_image:
         return [f"text-to-{target}"]
     from_image = "image-to-video" if target == "video" else "editing"
     return [from_image] if spec.needs_initial_image else [f"text-to-{target}", from_image]

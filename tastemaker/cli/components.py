@@ -66,7 +66,8 @@ def list_(
         console.print(reward_table(rows))
     else:
         groups = group_rows(kind, rows, catalog.RECIPE_FAMILIES)
-        lines = format_groups(groups, console.width, fit_recipe if kind == "recipes" else fit_description)
+        weights = {row["name"]: describe_weights(row["sources"]) for row in rows if kind == "models"}
+        lines = format_groups(groups, console.width, fit_recipe if kind == "recipes" else fit_description, weights)
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     print_next_steps(*NEXT_STEPS[kind])
 
@@ -87,18 +88,39 @@ def group_rows(kind: str, rows: list[dict[str, Any]], families: Mapping[str, str
     return {kind: [(row["name"], row["description"]) for row in rows]}
 
 
-def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int, fit: Callable[[str, int], str]) -> list[str]:
-    """One line per component with as much of its description as fits; two lines if that would be little."""
+def format_groups(
+    groups: Mapping[str, list[tuple[str, str]]],
+    width: int,
+    fit: Callable[[str, int], str],
+    details: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """One line per component with as much of its description as fits; two lines if that would be little.
+
+    `details` are further lines of a component, which are broken where they do not fit.
+    """
     lines: list[str] = []
     for heading, rows in groups.items():
         lines += [*([""] if lines else []), *wrap(heading, width)]
         column = max(len(name) for name, _ in rows)
-        room = width - column - 4
-        if room >= MIN_ROOM:
-            lines += [f"  {name:{column}}  {fit(text, room)}" for name, text in rows]
-        else:
-            lines += [line for name, text in rows for line in (f"  {name}", f"    {fit(text, width - 4)}")]
+        indent = column + 4 if width - column - 4 >= MIN_ROOM else 4
+        for name, text in rows:
+            fitted = fit(text, width - indent)
+            lines += [f"  {name:{column}}  {fitted}"] if indent > 4 else [f"  {name}", f"    {fitted}"]
+            for detail in details.get(name, ()):
+                lines += wrap(detail, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
     return lines
+
+
+def describe_weights(sources: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for the releases of the same size and license."""
+    from ..config.catalog import format_source
+
+    groups: dict[str, list[str]] = {}
+    for source in sources:
+        groups.setdefault(format_source(source), []).append(source["hub"])
+    return [
+        f"{hubs[0]}{f' and {len(hubs) - 1} more' if len(hubs) > 1 else ''}: {text}" for text, hubs in groups.items()
+    ]
 
 
 def fit_description(text: str, width: int) -> str:

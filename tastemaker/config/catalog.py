@@ -30,9 +30,9 @@ KINDS: dict[str, Registry] = {
 }
 RECIPE_FAMILIES = {  # folders of recipes, in the order of `tastemaker list recipes`
     "playground": "Playground: small models whose weights are included; they train on a CPU",
-    "images": "Images: FLUX, Stable Diffusion, Qwen-Image and DiT",
+    "images": "Images: FLUX, Z-Image, Qwen-Image, Sana, Stable Diffusion and DiT",
     "video": "Video: Wan, HunyuanVideo, CogVideoX, LTX, Mochi and others",
-    "tokens": "Image tokens: LlamaGen and Show-o",
+    "tokens": "Image tokens: LlamaGen, Show-o and Janus-Pro",
     "autoencoders": "Autoencoders: VAEs and tokenizers",
     "judges": "Judges: vision-language models that answer questions about images",
     "preferences": "Preferences: models of what people prefer, learned from votes",
@@ -57,9 +57,11 @@ TABLE_COLUMNS = (
 
 
 def component_rows(kind: str) -> list[Row]:
-    """List the components of a kind with their name and description; rewards with all of their properties."""
+    """List the components of a kind with their name and description; rewards and models with further properties."""
     if kind == "rewards":
         return [reward_row(name) for name in registries.REWARDS]
+    if kind == "models":
+        return [model_row(name) for name in registries.MODELS]
     if kind == "prompts":
         return prompt_set_rows()
     if kind == "recipes":
@@ -70,6 +72,24 @@ def component_rows(kind: str) -> list[Row]:
         description = first_sentence(named_datasets.__doc__ or "")
         rows.append({"name": named_datasets.NAMED_DATASET, "description": description})
     return rows
+
+
+def model_row(name: str) -> Row:
+    """Describe a model with its published weights: place, size, license, and whether access is gated."""
+    place = registries.MODELS.locate(name)
+    try:
+        if place.partition(":")[0] in sys.modules:
+            raise NotStatic(f"{place} is imported already, so that its class is used")
+        releases = StaticClass(place).defaults().releases
+    except NotStatic:
+        releases = registries.MODELS.find(name, "list")().releases
+    description = first_sentence(find_docstring(registries.MODELS, name))
+    return {"name": name, "description": description, "sources": [asdict(release) for release in releases]}
+
+
+def format_source(source: Row) -> str:
+    """Size, license and whether access is gated, as text."""
+    return ", ".join([source["size"], source["license"], *(["gated"] if source["gated"] else [])])
 
 
 def reward_row(name: str) -> Row:
@@ -191,8 +211,7 @@ def format_reward_table() -> str:
 def _table_cells(row: Row) -> list[str]:
     name = f"`{row['name']}`" + "".join(f", `{alias}`" for alias in row["aliases"])
     weights = [
-        f"{source['hub']}{'/' + source['file'] if source['file'] else ''} "
-        f"({', '.join([source['size'], source['license'], *(['gated'] if source['gated'] else [])])})"
+        f"{source['hub']}{'/' + source['file'] if source['file'] else ''} ({format_source(source)})"
         for source in row["sources"]
     ] + list(row["own_files"])
     cells = [

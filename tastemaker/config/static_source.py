@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 Imported = tuple[str, str]  # a module, and a name in it
@@ -33,7 +34,21 @@ def definitions(body: list[ast.stmt]) -> dict[str, Definition]:
             names[node.target.id] = node.value
         elif isinstance(node, ast.Assign):
             names |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+            for target in node.targets:
+                names |= unpacked_definitions(target, node.value)
     return names
+
+
+def unpacked_definitions(target: ast.expr, value: ast.expr) -> dict[str, Definition]:
+    """The names in `a, b = value`, each as `tuple(value)[i]`; nothing for other targets."""
+    if not isinstance(target, ast.Tuple):
+        return {}
+    text = ast.unparse(value)
+    return {
+        name.id: ast.parse(f"tuple({text})[{i}]", mode="eval").body
+        for i, name in enumerate(target.elts)
+        if isinstance(name, ast.Name)
+    }
 
 
 class StaticModule:
@@ -60,9 +75,13 @@ class StaticModule:
         if isinstance(definition, ast.FunctionDef):
             return self.function(definition)
         if isinstance(definition, tuple) and definition[0].split(".")[0] == self.name.split(".")[0]:
+            if definition[1] not in static_module(definition[0]).definitions:  # a module: from . import name
+                return StaticAttributes(static_module(".".join(definition)))
             return static_module(definition[0]).value(definition[1])
         if isinstance(definition, ast.ClassDef) and self._imports_only_stdlib():
             return vars(importlib.import_module(self.name))[name]
+        if isinstance(definition, ast.ClassDef) and is_dataclass_definition(definition):
+            return static_constructor(definition)
         raise NotStatic(f"{self.name}.{name} is known only after an import")
 
     def evaluate(self, node: ast.expr) -> Any:
@@ -91,6 +110,28 @@ class StaticModule:
         names = [node.names[0].name if isinstance(node, ast.Import) else node.module or "" for node in nodes]
         relative = any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
         return not relative and all(name.split(".")[0] in sys.stdlib_module_names for name in names)
+
+
+class StaticAttributes:
+    """The names of a module that was not imported, as attributes."""
+
+    def __init__(self, module: StaticModule) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return self._module.value(name)
+
+
+def is_dataclass_definition(node: ast.ClassDef) -> bool:
+    """Whether a class has the decorator `dataclass`."""
+    return any(ast.unparse(decorator).startswith("dataclass") for decorator in node.decorator_list)
+
+
+def static_constructor(node: ast.ClassDef) -> Callable[..., SimpleNamespace]:
+    """A function that keeps the arguments of a dataclass as attributes, without its defaults and methods."""
+    fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+    names = [field.id for field in fields if isinstance(field, ast.Name)]
+    return lambda *values, **named: SimpleNamespace(**dict(zip(names, values, strict=False)), **named)
 
 
 @cache

@@ -112,6 +112,11 @@ class ModelSpec(ABC):
         return ()
 
     @property
+    def releases(self) -> tuple[WeightsSource, ...]:
+        """The published weights of the network that settings can name, for `tastemaker list models`."""
+        return ()
+
+    @property
     def timestep_shift(self) -> float | None:
         """The timestep shift its weights were trained with at this size and length; None if it is not known."""
         return None
@@ -125,6 +130,11 @@ class ModelSpec(ABC):
     def needs_initial_image(self) -> bool:
         """Whether every prompt must come with an image, because the model continues one and the settings name none."""
         return False
+
+    @property
+    def reads_image(self) -> bool:
+        """Whether prompts may come with an image in their metadata, which the model edits or continues."""
+        return self.needs_initial_image
 
     @property
     def layout(self) -> PipelineLayout | None:

@@ -204,7 +204,8 @@ def _frozen_parameters(backbone: Any, weights: Weights) -> list[nn.Parameter]:
 def _decode_flops(pool: FakeDecoderPool | None, net: nn.Module) -> float:
     if pool is None or not pool.sequence_tokens:
         return 0.0
-    with fake_mode_of(net), torch.no_grad():
+    autocast = torch.autocast("cpu", pool.dtype, enabled=pool.dtype != torch.float32)  # adapters are in fp32
+    with fake_mode_of(net), torch.no_grad(), autocast:
         one = count_flops(lambda: pool.decode_token(1, pool.net.config.prefix_length + pool.length // 2, pool.dtype))
     return pool.sequence_tokens * one
 

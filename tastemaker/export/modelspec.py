@@ -85,8 +85,9 @@ def usage_hint(config: RunConfig) -> str:
     steps = sample.num_steps or (process.num_steps if isinstance(process, GaussianProcess) else None)
     distilled = dataclass_to_dict(config.model).get("guidance_scale")  # of models that take it as an input
     scale = sample.guidance_scale or distilled or (config.guidance.scale if config.guidance else None)
-    hints = [f"{steps} steps"] if steps else []
-    return ", ".join([*hints, *([f"guidance {scale:g}"] if scale and scale != 1 else [])])
+    ends = scale if isinstance(scale, list | tuple) else [scale]  # of the first and the last frame, or of all
+    guidance = [f"guidance {' to '.join(f'{end:g}' for end in ends)}"] if scale and list(ends) != [1] else []
+    return ", ".join([*([f"{steps} steps"] if steps else []), *guidance])
 
 
 def resolution(config: RunConfig, size: tuple[int, int] | None) -> str:

@@ -171,6 +171,10 @@ class DitSpec(ModelSpec):
         side = self.image_size // self.downsample_factor
         return self.frames, self.latent_channels, side, side
 
+    @property
+    def reads_image(self) -> bool:
+        return self.edits
+
     def build_network(self) -> DiT:
         """Build the network with random weights."""
         return DiT(

@@ -289,6 +289,7 @@ class Flux2Spec(ImageSpec):
     seed: int = 0  # of random weights
     latent_channels, pixels_per_latent = LATENT_CHANNELS, 2 * DOWNSAMPLE_FACTOR
     backbone_class = Flux2Backbone
+    reads_image: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = FLUX2
 

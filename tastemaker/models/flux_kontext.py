@@ -84,6 +84,7 @@ class FluxKontextSpec(FluxSpec):
 
     weights: str = SOURCE.hub  # hub id or folder in diffusers' layout
     guidance_scale: float = 2.5  # distilled guidance, an input of the network
+    reads_image: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = KONTEXT
     backbone_class = KontextBackbone
     layout: ClassVar[PipelineLayout] = PipelineLayout(

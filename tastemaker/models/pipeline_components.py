@@ -94,6 +94,10 @@ class PublishedSpec(ModelSpec):
         return weight_sources(self.weights, *self.published.releases)
 
     @property
+    def releases(self) -> tuple[WeightsSource, ...]:
+        return self.published.releases
+
+    @property
     def distilled_steps(self) -> int | None:
         return self.published.few_steps.get(self.weights)
 

@@ -308,6 +308,7 @@ class QwenImageEditSpec(QwenImageSpec):
     source_fit: Literal["area", "sample"] = "area"  # keep aspect ratios, or cover the size of the sample and crop
     source_pixels: Annotated[int, Field(ge=1024)] = 1024 * 1024  # area of a source for the transformer
     condition_pixels: Annotated[int, Field(ge=1024)] = 384 * 384  # area of a source for Qwen2.5-VL
+    reads_image: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = False
     published: ClassVar[PublishedModel] = QWEN_IMAGE_EDIT
     backbone_class = QwenImageEditBackbone

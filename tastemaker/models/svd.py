@@ -210,6 +210,7 @@ class SvdSpec(VideoSpec):
     decode_chunk_size: int | None = None  # frames decoded together; all if not given, fewer for less memory
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     seed: int = 0  # of random weights and of the noise on the image
+    reads_image: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = SVD
     text_encoders = ()
     layout: ClassVar[PipelineLayout] = PipelineLayout(

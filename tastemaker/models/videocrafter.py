@@ -142,6 +142,8 @@ class VideocrafterSpec(VideoUnetSpec):
         super().__post_init__()
         check_fps(self.fps)
 
+    releases: ClassVar[tuple[WeightsSource, ...]] = (SOURCE,)
+
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
         is_checkpoint = self.weights == SOURCE.hub or self.weights.endswith(".ckpt")

@@ -167,6 +167,7 @@ class WanI2VSpec(WanSpec):
     # How the network reads the image: 2.1 has CLIP beside latents, 2.2 I2V-A14B latents, 2.2 TI2V-5B the first frame.
     image_conditioning: ImageConditioning = "clip"
     image: Path | None = None  # image to continue for prompts that have none of their own
+    reads_image: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = WAN_I2V
     backbone_class = WanI2VBackbone
 

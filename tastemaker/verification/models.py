@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import tempfile
@@ -35,7 +34,6 @@ from .references import (
     Comparison,
     find_reference,
     is_listed,
-    load_pipeline_class,
     prepare_comparison,
     why_not_compared,
 )
@@ -122,7 +120,7 @@ def recipe_text(name: str, folder: Path) -> str:
     }
     if not is_part:
         settings |= {"model": {"type": kind}, "process": {"type": PROCESSES.name(spec.process_type)}}
-    if reads_image(spec):
+    if spec.reads_image:
         settings["data"] = {"type": "edit_file", "path": str(write_edits(folder))}
     return json.dumps(settings)
 
@@ -133,14 +131,6 @@ def load_spec(name: str) -> ModelSpec:
     data = read_recipe(part)["model"] if part in recipe_paths() else {"type": name}
     spec: ModelSpec = build_component(ModelSpec, data, "verify")
     return spec
-
-
-def reads_image(spec: ModelSpec) -> bool:
-    """Whether the model continues or edits an image: the call of its pipeline has one."""
-    layout = spec.layout
-    if layout is None or not layout.pipeline_class or layout.library != "diffusers":
-        return spec.needs_initial_image
-    return "image" in inspect.signature(load_pipeline_class(layout).__call__).parameters
 
 
 def write_edits(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from ..models.pretrained import find_weights, silence_libraries
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
 from .tiny_pipelines import build_tiny_pipeline, byte_chat_tokenizer
+from .whole_pipelines import make_hunyuanvideo15_pipeline, make_qwen_image_21_pipeline, make_wan_i2v_pipeline
 
 PROMPTS = ("a red cat on a mat", "two blue dogs")
 FLOW, DDIM, EULER = "FlowMatchEulerDiscreteScheduler", "DDIMScheduler", "EulerDiscreteScheduler"
@@ -58,6 +60,7 @@ class PipelineReference:
     is_distilled: bool = True  # False: the spec's guidance_scale is no input of this network
     settings: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # of the tiny pipeline, beside components
     latents: Callable[[Tensor], Tensor] | None = None  # ours [B, *shape] in the pipeline's layout; None: by its rules
+    pixels: Callable[[Tensor], Tensor] = lambda x: x  # those of the pipeline [B, ...] as ours
     returns_latents: bool = True  # False: in a layout of its own, so that only pixels are compared
     prompts: Sequence[str] = PROMPTS
     spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the tiny spec
@@ -73,6 +76,21 @@ def clip_image_processor() -> Any:
 
     processor_class: Any = CLIPImageProcessor
     return processor_class()
+
+
+def over_white(rgba: Tensor) -> Tensor:
+    """Pixels [B, 3, H, W] of images with an alpha channel [B, 4, H, W], as they are seen over white."""
+    return rgba[:, :3] * rgba[:, 3:] + 1 - rgba[:, 3:]
+
+
+def wan_from_image(shift: float) -> PipelineReference:
+    """The entry of Wan that continues an image, with a timestep shift."""
+    return PipelineReference(
+        {"_class_name": FLOW, "shift": shift},
+        path=twice_shifted(shift),
+        spec={"max_text_tokens": 512},
+        make=partial(make_wan_i2v_pipeline, shift=shift),
+    )
 
 
 QWEN3_READER: dict[str, Any] = {
@@ -145,6 +163,22 @@ REFERENCES: dict[str, PipelineReference] = {
         },
         latents=lambda x: x,
     ),
+    "wan-i2v": wan_from_image(3.0),
+    "wan22-i2v": wan_from_image(5.0),
+    "wan22-ti2v": wan_from_image(5.0),
+    "qwen_image_21": PipelineReference(
+        prompts=PROMPTS[:1],  # the pipeline's padding of shorter prompts moves the image
+        latents=lambda x: x[:, 0].flatten(2).transpose(1, 2),
+        pixels=over_white,
+        spec={"max_text_tokens": 200},
+        make=make_qwen_image_21_pipeline,
+    ),
+    "hunyuanvideo15": PipelineReference(
+        {"_class_name": FLOW, "shift": 5.0},
+        prompts=PROMPTS[:1],  # diffusers' VAE decodes one video at a time
+        spec={"max_text_tokens": 64},
+        make=make_hunyuanvideo15_pipeline,
+    ),
     "ltx": PipelineReference(
         {
             "_class_name": FLOW,
@@ -185,8 +219,10 @@ UNCOMPARED: dict[str, str] = {
     "janus": "transformers has no pipeline of it; the tests compare tokens, logits and pixels with its model",
     "latent_dit": "its network is compared with diffusers' DiT in the tests",
     "llamagen": "no library has its sampler; the tests compare tokens with recordings of the authors' code",
+    "ltx2": "its sound is a second input of noise; the tests compare video and sound with diffusers' pipeline",
     "maskgit": "a network of this package",
     "opensora": "no library has its pipeline; the tests compare networks with recordings of the authors' code",
+    "qwen_image_edit": "its pipeline resizes sources to a megapixel; the tests compare it at a smaller size",
     "sana_sprint": "its sampler adds noise of its own; the tests compare samples with diffusers' pipeline",
     "showo": "no library has its sampler; the tests compare logits with recordings of the authors' code",
     "toy_causal": "a network of this package",
@@ -236,8 +272,8 @@ class Comparison:
 
     @property
     def takes_image(self) -> bool:
-        """Whether prompts come with an image: the pipeline's call has an argument for it."""
-        return "image" in self.parameters
+        """Whether prompts come with an image."""
+        return self.spec.reads_image
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -335,7 +371,8 @@ class Comparison:
         gc.collect()
         with silence_libraries():
             self.pipeline.to(self.placement.device)
-            return sample("latent") if self.reference.returns_latents else None, sample("pt")
+            latents = sample("latent") if self.reference.returns_latents else None
+            return latents, self.reference.pixels(sample("pt"))
 
 
 def prepare_comparison(

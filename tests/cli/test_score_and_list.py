@@ -21,7 +21,8 @@ from rich.console import Console
 from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE
 from tastemaker.cli.components import reward_table
 from tastemaker.config.catalog import component_rows
-from tastemaker.config.registries import REWARDS
+from tastemaker.config.registries import MODELS, REWARDS
+from tastemaker.config.static_source import StaticClass
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
@@ -173,7 +174,28 @@ def test_list_prints_json(capsys: Any) -> None:
     assert rows["brightness"]["differentiable"] is True and rows["stillness"]["modality"] == "video"
     assert rows["hps"]["sources"][0]["hub"] == "xswu/HPSv2"
     assert run_cli("list", "models", "--json") == 0
-    assert {"name", "description"} == set(json.loads(capsys.readouterr().out)[0])
+    models = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(models) == list(MODELS) and set(models["flux"]) == {"name", "description", "sources"}
+    assert models["dit"]["sources"] == [] and [each["gated"] for each in models["flux"]["sources"]] == [True, False]
+
+
+@pytest.mark.parametrize("columns", [120, 40])
+def test_list_models_prints_size_and_license(columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run_cli("list", "models") == 0
+    lines = capsys.readouterr().out.split("next:")[0].splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(" ".join(lines).split())
+    assert "black-forest-labs/FLUX.1-dev: 34 GB, FLUX.1 [dev] Non-Commercial License, gated" in text
+    assert "Tongyi-MAI/Z-Image-Turbo: 33 GB, Apache-2.0" in text
+
+
+def test_weights_of_models_are_read_from_source_as_they_are() -> None:
+    """Without an import; every published model has a size and a license, or says where they are."""
+    releases = {name: StaticClass(MODELS.locate(name)).defaults().releases for name in MODELS}
+    assert releases == {name: MODELS.find(name, "list")().releases for name in MODELS}
+    without = {name for name, each in releases.items() if not each}
+    assert without == {"dit", "gpt", "maskgit", "toy_causal", "toy_flow", "toy_masked"}
 
 
 @pytest.mark.parametrize("row", component_rows("rewards"), ids=lambda row: row["name"])

@@ -27,13 +27,23 @@ from tastemaker.data.embedding_store import (
 )
 from tastemaker.data.prompts import PromptFile
 from tastemaker.models.flux import TINY_CONFIGS, FluxSpec
+from tastemaker.models.flux2 import Flux2Spec
+from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
+from tastemaker.models.ltx2 import Ltx2Spec
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_21 import QwenImage21Spec
+from tastemaker.models.sana import SanaSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
+from tastemaker.models.wan_i2v import WanI2VSpec
+from tastemaker.models.z_image import ZImageSpec
 
 PROMPTS = ["a red cat", "Two dogs, on a boat", "ein großer Hund", ""]
-SPECS = [FluxSpec(), QwenImageSpec(), Sd3Spec(), Sd15Spec(), SdxlSpec()]
+SPECS = [
+    *(FluxSpec(), Flux2Spec(), HunyuanVideo15Spec(), Ltx2Spec(), QwenImageSpec(), QwenImage21Spec(), SanaSpec()),
+    *(Sd3Spec(), Sd15Spec(), SdxlSpec(), WanI2VSpec(), ZImageSpec()),
+]
 CPU = Placement()
 
 
@@ -59,7 +69,8 @@ def store_embeddings(spec: Any, folder: Path, prompts: list[str] = PROMPTS, size
 def test_stored_embeddings_equal_the_text_encoders_output(spec: Any, tmp_path: Path) -> None:
     tiny = spec.tiny()
     assert store_embeddings(tiny, tmp_path) == [4]
-    encoded, stored = (s.load(CPU).embed(PROMPTS[::-1]) for s in (tiny, replace(tiny, embeddings=tmp_path)))
+    metadata = [{"image": torch.zeros(1, 3, 32, 32)}] * 4 if tiny.needs_initial_image else []
+    encoded, stored = (s.load(CPU).embed(PROMPTS[::-1], metadata) for s in (tiny, replace(tiny, embeddings=tmp_path)))
     assert encoded.tensors.keys() == stored.tensors.keys()
     for name, x in encoded.tensors.items():
         torch.testing.assert_close(stored.tensors[name], x, atol=1e-6, rtol=0)

@@ -174,6 +174,9 @@ def test_janus_has_a_cache_while_sampling_only() -> None:
     assert resources.kv_cache == 0 and resources.collect_activations >= cache
     assert resources.weights == 4 * sum(p.numel() for p in JanusNet(sizes).parameters())
     assert estimate("grpo-janus", *tiny, *batch, "guidance.scale=1").collect_bytes_read < resources.collect_bytes_read
+    lora = ["tuning=null", "tuning={type: lora, rank: 2}", "engine.precision=bf16"]
+    adapted = estimate("grpo-janus", *tiny, *batch, *lora)
+    assert 0 < adapted.optimizer_state < resources.optimizer_state and adapted.collect_flops > 0
 
 
 def test_plan_prints_decoding_bandwidth() -> None:

@@ -38,13 +38,15 @@ CHECKED_TOYS = {
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
 CHECKED_PUBLISHED = {
-    "dpo-showo", "flowgrpo-sd35", "grpo-flux2-klein", "grpo-janus", "grpo-llamagen", "grpo-z-image-turbo",
-    "reward-gradient-dit-folder", "vader-opensora-hps",
+    "dancegrpo-wan-i2v", "dpo-showo", "flowgrpo-sd35", "grpo-flux2-klein", "grpo-janus", "grpo-llamagen", "grpo-ltx2",
+    "grpo-qwen-image-21", "grpo-sana-sprint", "grpo-z-image-turbo", "nft-hunyuanvideo15", "nft-qwen-image-edit",
+    "nft-z-image", "reward-gradient-dit-folder", "vader-opensora-hps",
 }  # fmt: skip
+# Sampled in three steps, two samples of two prompts each: even tiny networks and decoders of these take long.
+SHORTENED = re.compile(r".*-(qwen-image-(21|edit)|sana|z-image(-turbo)?|(wan|wan22)-t?i2v|hunyuanvideo15|ltx2)(-hps)?")
 CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
 # Half a minute to minutes each, or on a network and with an objective that recipes of the other sets have too.
 LONG = {
-    "draft-flux2-klein", "grpo-flux2", "nft-flux2-klein-base",
     "srpo-mochi-hps", "vader-mochi-hps", "vader-svd-hps", "vader-modelscope-hps", "vader-videocrafter2-hps",
     "awm-sd35", "draft-sd15", "epg-sd35", "mixgrpo-flux", "srpo-flux-hps-lora", "srpo-flux-pickscore",
     "srpo-qwen-image-lora", "vgrpo-sd35",
@@ -55,7 +57,6 @@ LONG = {
     "elbo-grpo-playground-flow", "flow-dppo-playground-flow", "grpo-guard-playground-flow", "kto-playground-flow",
     "leap-playground-flow", "nft-playground-flow", "playground-flow16", "playground-words", "ram-playground-flow",
     "reward-gradient-playground-flow", "reward-gradient-playground-lenient",
-    "dancegrpo-wan-i2v", "grpo-ltx2", "nft-hunyuanvideo15", "vader-hunyuanvideo15-hps", "vader-wan22-i2v-hps",
 }  # fmt: skip
 LONG_AUTOENCODERS = {"llamagen-vq8"}
 # Its teacher is the student with guidance. The last layer of a new tiny network is zero, so that both predict the same.
@@ -69,11 +70,24 @@ def load_small(recipe: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) ->
     if "toy" in recipe or "playground" in recipe:
         return config
     monkeypatch.setattr("tastemaker.config.build.TINY_BATCH_SIZE", 8)
+    if SHORTENED.fullmatch(recipe):
+        return load(recipe, [*overrides, *shorten(config)])
     if config.objective.group_size <= 4:
         return config
     # Half of a group per update, as with the published group of eight.
     halved = ["objective.samples_per_call=2"] if recipe == "grpo-llamagen-tf-quickstart" else []
     return load(recipe, [*overrides, "objective.group_size=4", *halved])
+
+
+def shorten(config: RunConfig) -> list[str]:
+    """Overrides for few steps and samples."""
+    settings, names = ["batch.prompts=2", "batch.minibatches=1"], vars(config.objective)
+    if config.process.num_steps > 4:
+        settings.append("process.num_steps=3")
+    if getattr(config.process, "window", None) is not None:
+        settings.append("process.window={size: 1, start_max: 0}")
+    smaller = {"group_size": 2, "num_timesteps": 2}
+    return settings + [f"objective.{name}={number}" for name, number in smaller.items() if names.get(name, 0) > number]
 
 
 def tiers(fast: set[str], slow: set[str]) -> list[object]:

@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 import transformers
-from image_pipelines import make_qwen_21_pipeline, make_qwen_edit_pipeline, make_sana_pipeline
+from image_pipelines import make_qwen_edit_pipeline, make_sana_pipeline
 from rich.console import Console
 from tiers import fast
 from tiny_pipelines import (
@@ -38,6 +38,7 @@ from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE, LoraFromFile
 from tastemaker.models import qwen_image, sd3, sd15, sdxl
 from tastemaker.training.run_directory import write_run_config
+from tastemaker.verification.whole_pipelines import make_qwen_image_21_pipeline
 
 CONSOLE = Console(quiet=True)
 PROMPTS = ["a red cat", "two dogs"]
@@ -133,7 +134,7 @@ FAMILIES = {
 ADAPTED = {
     **FAMILIES,
     "qwen_image_edit": Family(make_qwen_edit_pipeline, "flowgrpo-sd35", ", max_text_tokens: 1000"),
-    "qwen_image_21": Family(make_qwen_21_pipeline, "flowgrpo-sd35", ", max_text_tokens: 280"),
+    "qwen_image_21": Family(make_qwen_image_21_pipeline, "flowgrpo-sd35", ", max_text_tokens: 280"),
     "sana": Family(partial(make_sana_pipeline, sprint=False), "flowgrpo-sd35", ", max_text_tokens: 24"),
     "sana_sprint": Family(partial(make_sana_pipeline, sprint=True), "grpo-sana-sprint", ", max_text_tokens: 24"),
 }

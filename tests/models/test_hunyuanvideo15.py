@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from video_pipelines import Case, hunyuan15_pipeline, save_pipeline
+from video_pipelines import Case, save_pipeline
 
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.lora import Lora, LoraWeights
@@ -22,14 +23,14 @@ from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
 from tastemaker.models.pretrained import silence_libraries
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
+from tastemaker.verification.whole_pipelines import make_hunyuanvideo15_pipeline
 
 PROMPTS = ['a red cat on a mat, a sign says "hello"', "two blue dogs"]
 SPEC = replace(HunyuanVideo15Spec().tiny(), max_text_tokens=64)
-CASE = Case(hunyuan15_pipeline, SPEC, GaussianProcess(RectifiedFlow(5.0), num_steps=3))
+CASE = Case(partial(make_hunyuanvideo15_pipeline, SPEC), SPEC, GaussianProcess(RectifiedFlow(5.0), num_steps=3))
 
 
 def run_pipeline(pipeline: Any, start: Tensor, output: str) -> Tensor:
-    pipeline.tokenizer_max_length = SPEC.max_text_tokens
     options = {"height": SPEC.height, "width": SPEC.width, "num_frames": SPEC.frames, "num_inference_steps": 3}
     with silence_libraries(), torch.no_grad():
         frames: Tensor = pipeline(prompt=PROMPTS, latents=start.transpose(1, 2), output_type=output, **options).frames

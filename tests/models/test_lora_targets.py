@@ -11,12 +11,17 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.flux2 import Flux2Spec
+from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
+from tastemaker.models.ltx2 import Ltx2Spec
 from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.qwen_image_21 import QwenImage21Spec
 from tastemaker.models.qwen_image_edit import QwenImageEditSpec
+from tastemaker.models.sana import SanaSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
 from tastemaker.models.wan import WanSpec
+from tastemaker.models.wan_i2v import WanI2VSpec
 from tastemaker.models.z_image import ZImageSpec
 
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
@@ -41,6 +46,11 @@ def adapted_layers(spec: ModelSpec, tuning: Lora) -> set[str]:
         (Sd3Spec(), JOINT),
         (QwenImageSpec(), JOINT),
         (QwenImageEditSpec(), JOINT),
+        (QwenImage21Spec(), ATTENTION),
+        (SanaSpec(), ATTENTION),
+        (WanI2VSpec(), ATTENTION | {"add_k_proj", "add_v_proj"}),
+        (Ltx2Spec(), ATTENTION),
+        (HunyuanVideo15Spec(), JOINT),
         (SdxlSpec(), ATTENTION),
         (Sd15Spec(), ATTENTION),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from image_pipelines import make_qwen_21_pipeline
 from tiers import fast
 from tiny_pipelines import FixedNoise
 from torch import Tensor
@@ -22,6 +21,7 @@ from tastemaker.models.pretrained import silence_libraries
 from tastemaker.models.qwen_image_21 import QwenImage21Spec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
+from tastemaker.verification.whole_pipelines import make_qwen_image_21_pipeline
 
 PROMPTS = ["a red cat on a mat", "two dogs"]
 SPEC = QwenImage21Spec(height=64, width=96, max_text_tokens=200)
@@ -31,7 +31,7 @@ SPEC = QwenImage21Spec(height=64, width=96, max_text_tokens=200)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("qwen21")
     with silence_libraries():
-        pipeline = make_qwen_21_pipeline()
+        pipeline = make_qwen_image_21_pipeline()
         pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline, str(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiers import fast
+from tiny_pipelines import load_adapters
 from video_pipelines import CASES, ZERO_SNR, cog_pipeline, save_pipeline, source_metadata
 
 from tastemaker.core.guidance import GuidedBackbone
@@ -21,7 +22,7 @@ from tastemaker.models.pretrained import silence_libraries
 from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat on a mat", "two blue dogs"]
-ADAPTED = ("wan", "wan-i2v", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
+ADAPTED = ("wan", "wan-i2v", "wan22-i2v", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # raised by Mochi
@@ -78,7 +79,7 @@ def test_diffusers_pipeline_loads_exported_lora(name: str, tmp_path: Path) -> No
     with silence_libraries(), torch.no_grad():
         start, output = case.to_pipeline_latents(trajectory.start), {"output_type": "latent"}
         before = diffusers_pipeline(prompt=PROMPTS, latents=start, **output, **options).frames
-        diffusers_pipeline.load_lora_weights(tmp_path, weight_name=lora.DIFFUSERS_LORA_FILE)
+        load_adapters(diffusers_pipeline, spec.layout, tmp_path)
         after = diffusers_pipeline(prompt=PROMPTS, latents=start, **output, **options).frames
     assert (case.to_pipeline_latents(trajectory.final) - after).abs().max() <= 5e-5
     assert (before - after).abs().max() > 1e-2

@@ -60,8 +60,8 @@ def test_window_of_one_step_fits_two_steps() -> None:
         GaussianProcess(num_steps=1, window=SDEWindow(1))
 
 
-# FLUX is schnell here: no guidance input, as published.
-@pytest.mark.parametrize("name", fast(["flow", "flux", "sana_sprint"], "flow"))
+# FLUX is schnell, FLUX.2 klein and Z-Image Turbo here: no guidance input, as published.
+@pytest.mark.parametrize("name", fast(["flow", "flux", "flux2", "sana_sprint", "z_image"], "flow"))
 @pytest.mark.parametrize("objective", [GRPO_4, NFT_4, RewardGradient()], ids=lambda o: type(o).__name__)
 def test_every_number_of_steps_has_a_gradient(name: str, objective: Objective[Any, Any, Any, Any]) -> None:
     for steps in STEPS if name == "flow" else STEPS[:3]:

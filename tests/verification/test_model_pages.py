@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tastemaker.config.registries import OBJECTIVES
+from tastemaker.verification.models import list_models, load_spec
 from tastemaker.verification.report import Entry, write_report
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
@@ -44,6 +46,50 @@ def test_the_results_of_this_repository_can_be_read_and_nothing_in_them_failed(p
     for kind in ("model", "reward"):
         entries = pages.latest_entries(kind)
         assert entries and not [name for (name, _), entry in entries.items() if entry.status == "failed"]
+
+
+def test_every_model_was_verified_with_tiny_weights(pages: ModuleType) -> None:
+    verified = {name for name, tiny in pages.latest_entries("model") if tiny}
+    assert set(list_models()) - verified == set(), "run: tastemaker verify NAME --tiny, and add to docs/verification"
+
+
+def test_tasks_are_those_of_our_models(pages: ModuleType) -> None:
+    """Qwen-Image 2.1's pipeline reads images, our model does not."""
+    tasks = {
+        name: pages.find_tasks(load_spec(name)) for name in ("qwen-image-21", "flux2", "wan-i2v", "playground-edit")
+    }
+    assert tasks == {
+        "qwen-image-21": ["text-to-image"],
+        "flux2": ["text-to-image", "editing"],
+        "wan-i2v": ["image-to-video"],
+        "playground-edit": ["text-to-image", "editing"],
+    }
+
+
+WITHOUT_MEMORY = {  # models and why their table has no memory
+    **dict.fromkeys(("playground-causal", "playground-masked"), "small enough for any computer"),
+    **dict.fromkeys(("playground-flow", "playground-flow16", "playground-epsilon"), "small enough for any computer"),
+    **dict.fromkeys(("playground-edit", "playground-video", "playground-words"), "small enough for any computer"),
+    "hunyuanvideo": "its plan allocates 21 GB at this length",
+    "hunyuanvideo15": "its plan takes more than 11 GB and ten minutes of a busy CPU at this length",
+}
+
+
+def test_every_model_has_memory_or_a_reason(pages: ModuleType) -> None:
+    memory = json.loads(pages.MEMORY.read_text(encoding="utf-8"))["models"]
+    specs = pages.published_models()
+    assert set(specs) - set(memory) == set(WITHOUT_MEMORY)
+    assert {name: row["size"] for name, row in memory.items()} == {
+        name: pages.describe_size(specs[name]) for name in memory
+    }
+    assert all(row["peak"] > 5e8 for row in memory.values())
+
+
+def test_objectives_and_precision_are_those_of_recipes(pages: ModuleType) -> None:
+    recipes = pages.recipes_of_models()
+    assert {type(each.objective).__name__ for each in recipes["z-image-turbo"]} == {"GRPO", "NFT", "RewardGradient"}
+    assert {each.engine.precision for each in recipes["z-image"]} == {"bf16"}
+    assert all(recipes[name] for name in pages.published_models())
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from cli_runner import run_cli
 from torch import Tensor
 
+from tastemaker.config.dump import registered_name
 from tastemaker.config.registries import MODELS, REWARDS
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
@@ -131,6 +132,21 @@ def test_every_model_is_compared_or_says_why() -> None:
     assert not silent, "add these models to UNCOMPARED with the reason, or give their specs a layout"
 
 
+def test_only_models_that_read_images_are_verified_with_edits(tmp_path: Path) -> None:
+    readers = {name for name in models.list_models() if models.load_spec(name).reads_image}
+    assert readers == {
+        *("flux-kontext", "flux2", "flux2-klein", "flux2-klein-base", "qwen-image-edit", "playground-edit"),
+        *("svd", "wan-i2v", "wan22-i2v", "wan22-ti2v"),
+    }
+    assert all(
+        models.load_spec(name).reads_image
+        for name in models.list_models()
+        if models.load_spec(name).needs_initial_image
+    )
+    edited, generated = (models.load_config(name, TINY, tmp_path).data for name in ("flux2-klein", "qwen-image-21"))
+    assert (registered_name(type(edited)), registered_name(type(generated))) == ("edit_file", "prompts")
+
+
 def test_a_model_whose_pipeline_cannot_be_derived_is_not_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -181,7 +197,7 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["sd15", "qwen-image", "ltx", "svd"])
+@pytest.mark.parametrize("name", ["sd15", "qwen-image", "qwen-image-21", "ltx", "svd", "wan-i2v", "hunyuanvideo15"])
 def test_samples_of_other_families_match(name: str, tmp_path: Path) -> None:
     config = models.load_config(name, TINY, tmp_path)
     check = models.check_samples(name, config, TINY, tmp_path)

@@ -29,7 +29,7 @@ from ..nets.token_decoder import DecodeRequest
 from ..nets.vq import VQ, ColorTokenizer, drop_usage_buffer
 from ..pipeline_components import RANDOM, TINY, default_dtype, parameters_on_meta
 from ..pretrained import WeightsSource, find_weights, silence_libraries
-from .checkpoint import JANUS_1B, NETWORK_PREFIXES, find_release, find_sizes, read_tensors
+from .checkpoint import JANUS_1B, JANUS_7B, NETWORK_PREFIXES, find_release, find_sizes, read_tensors
 from .prompt_tokenizer import ByteTokenizer, FileTokenizer, JanusPromptTokenizer
 
 # The linear layers of the language model, as in the community's adapters.
@@ -153,6 +153,7 @@ class JanusSpec(TokenGridSpec):
             return ()
         return (find_release(self.weights),)
 
+    releases: ClassVar[tuple[WeightsSource, ...]] = (JANUS_1B, JANUS_7B)
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "JanusForConditionalGeneration", "", "", keep_names, library="transformers"
     )

@@ -198,6 +198,7 @@ class LatentDitSpec(ModelSpec):
     seed: int = 0
     frames: ClassVar[int] = 1
     process_type: ClassVar[type[Process]] = GaussianProcess
+    releases: ClassVar[tuple[WeightsSource, ...]] = tuple(FACEBOOK_RELEASES.values())
 
     def __post_init__(self) -> None:
         unit, config = self.downsample_factor * self.patch_size, self.network_config()

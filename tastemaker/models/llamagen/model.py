@@ -47,6 +47,10 @@ VARIANTS: dict[LlamagenVariant, tuple[int, int, int]] = {
     "tiny": (32, 2, 2),
 }
 DOWNLOAD_SIZES = {"B": "0.4 GB", "L": "1.4 GB", "XL": "3.1 GB", "XXL": "2.8 GB", "3B": "6.2 GB"}
+RELEASES = (
+    WeightsSource(LLAMAGEN, size=f"{DOWNLOAD_SIZES['B']} to {DOWNLOAD_SIZES['3B']}", license="MIT"),
+    WeightsSource(LLAMAGEN_TEXT, size=DOWNLOAD_SIZES["XL"], license="MIT"),
+)
 # Variants and image sizes with released weights.
 RELEASED_VARIANTS: dict[LlamagenConditioning, tuple[str, ...]] = {
     "class": ("B 256", "L 256", "B 384", "L 384", "XL 384", "XXL 384", "3B 384"),
@@ -163,6 +167,7 @@ class LlamagenSpec(TokenGridSpec):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where gradients are enabled; 0.1 in pretraining
     seed: int = 0
     process_type: ClassVar[type[Process]] = AutoregressiveProcess
+    releases: ClassVar[tuple[WeightsSource, ...]] = RELEASES
 
     def __post_init__(self) -> None:
         self.network_config()

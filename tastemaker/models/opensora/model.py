@@ -186,6 +186,7 @@ class OpenSoraSpec(ModelSpec):
     embeddings: Path | None = None  # a folder written by `tastemaker embed`; then no text encoder is loaded
     seed: int = 0  # of random weights
     process_type: ClassVar[type[Process]] = GaussianProcess
+    releases: ClassVar[tuple[WeightsSource, ...]] = (STDIT,)
     layout: ClassVar[PipelineLayout] = LAYOUT
 
     def __post_init__(self) -> None:

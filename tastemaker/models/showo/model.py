@@ -195,6 +195,7 @@ class ShowoSpec(TokenGridSpec):
     decoder_levels: tuple[tuple[Count, Count], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
     seed: int = 0
     process_type: ClassVar[type[Process]] = MaskedProcess
+    releases: ClassVar[tuple[WeightsSource, ...]] = tuple(PUBLISHED_SHOWO.values())
 
     def __post_init__(self) -> None:
         self.network_config()
