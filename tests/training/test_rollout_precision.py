@@ -51,7 +51,7 @@ class Blocks(nn.Module):
 
 
 def inputs() -> Tensor:
-    return torch.randn(4, 16, 256, generator=torch.Generator().manual_seed(1))
+    return torch.randn(4, 32, 256, generator=torch.Generator().manual_seed(1))
 
 
 def relative_difference(x: Tensor, y: Tensor) -> float:
@@ -67,9 +67,9 @@ def rollout_call(net: nn.Module, x: Tensor) -> Tensor:
 
 @KINDS
 def test_rows_are_rounded_to_8_bits(kind: Kind, error: float) -> None:
-    x = inputs().view(-1, 256) * torch.logspace(-4, 4, 64)[:, None]  # rows of very different sizes
+    x = inputs().view(-1, 256) * torch.logspace(-4, 4, 128)[:, None]  # rows of very different sizes
     numbers, scale = quantize_rows(x, kind)
-    assert numbers.dtype.itemsize == 1 and scale.shape == (64, 1)
+    assert numbers.dtype.itemsize == 1 and scale.shape == (128, 1)
     rounded = numbers.float() * scale
     assert float(((rounded - x).norm(dim=1) / x.norm(dim=1)).max()) < error
     assert rounded.abs().amax() <= x.abs().amax() * 1.001
@@ -90,7 +90,55 @@ def test_only_rollouts_compute_in_8_bits(kind: Kind, error: float) -> None:
     assert 1e-4 < difference < error
     with ROLLOUTS.exact():
         assert rollout_call(net, x).equal(exact)
-    assert rollout_call(net, x[:1, :1]).equal(net(x[:1, :1]).detach())  # few rows gain nothing
+
+
+def test_samples_do_not_depend_on_the_size_of_their_batch() -> None:
+    """Layers of one row per sample, such as those of modulation, keep their precision in every batch."""
+    net, x = Blocks(), inputs()
+    use_low_precision_rollouts(net, "int8", CPU)
+    torch.testing.assert_close(rollout_call(net, x)[:1], rollout_call(net, x[:1]))
+    for few in (x[0], x[:, 0], x[:, :16], x.reshape(8, 16, 256)):
+        assert rollout_call(net, few).equal(net(few).detach())
+    assert not rollout_call(net, x[:, :17]).equal(net(x[:, :17]).detach())
+
+
+@KINDS
+def test_rollouts_and_training_expand_the_same_weights(kind: Kind, error: float) -> None:
+    """A unit matrix as the input shows the weights that the layer multiplies."""
+    net = Blocks().requires_grad_(False)
+    exact = net.blocks[0].weight.clone()
+    (layer, _) = quantize_frozen_layers(net, kind)
+    scale = layer.weight_scale
+    use_low_precision_rollouts(net, kind, CPU)
+    layer.bias = None
+    unit = torch.eye(256)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = layer(unit)
+        with torch.no_grad(), ROLLOUTS.calls():
+            sampled = layer(unit)
+    assert trained.equal(sampled)
+    assert trained[0].t().equal((layer.weight.float() * scale).bfloat16())  # rounded once
+    assert relative_difference(trained[0].t().float(), exact) < error
+
+
+def test_bf16_rollouts_of_a_network_that_trains_in_fp32() -> None:
+    net, x = Blocks(), inputs()
+    copies = use_low_precision_rollouts(net, "bf16", CPU)
+    low, exact = rollout_call(net, x), net(x).detach()
+    assert low.dtype == torch.float32 and 1e-4 < relative_difference(low, exact) < 0.01
+    assert all(layer.rollout_weight.dtype == torch.bfloat16 for layer in copies.layers)
+    with torch.no_grad():
+        net.blocks[0].weight.mul_(2)
+    assert relative_difference(rollout_call(net, x), net(x).detach()) < 0.01 < relative_difference(low, net(x).detach())
+
+
+def test_settings_that_change_no_layer_are_reported() -> None:
+    narrow = FullWeights(nn.Sequential(nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])))
+    with pytest.warns(UserWarning, match=r"engine\.rollout_precision: int8 changes nothing.*1024.*TM2681"):
+        build_engine(narrow, rollout_precision="int8")
+    weights = FullWeights(Blocks())
+    build_engine(weights, precision="bf16", rollout_precision="bf16")  # as it is
+    assert type(weights.net.blocks[0]) is nn.Linear
 
 
 def test_changed_weights_are_copied_again() -> None:
@@ -199,6 +247,8 @@ def test_objectives_train_on_8_bit_rollouts(recipe: str, tmp_path: Path) -> None
         ("ddpo-toy-epsilon", "int8", "TM2604"),
         ("nft-toy-flow", "int8", ""),
         ("dpo-toy-flow", "fp8", ""),
+        ("grpo-toy-flow", "bf16", "TM2604"),
+        ("nft-toy-flow", "bf16", ""),
     ],
 )
 def test_objectives_that_need_the_probabilities_of_rollouts_are_refused(recipe: str, setting: str, code: str) -> None:
