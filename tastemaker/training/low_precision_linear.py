@@ -67,11 +67,16 @@ def linear_8bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
         ).to(dtype)
     else:
         if x.device.type == "cuda":
-            product = (torch._int_mm(rows, weight.t()).float() * row_scale * scale.t()).to(dtype)
+            product = multiply_int8(rows, row_scale, weight, scale).to(dtype)
         else:
             product = expand(rows, row_scale, dtype) @ expand(weight, scale, dtype).t()
         product = product if bias is None else product + bias.to(dtype)
     return product.view(*x.shape[:-1], -1)
+
+
+def multiply_int8(rows: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply int8 numbers [N, K] and [M, K] as integers, with a scale for each of their rows: [N, M] in fp32."""
+    return torch._int_mm(rows, weight.t()).float() * row_scale * scale.t()
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
