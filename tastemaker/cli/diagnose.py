@@ -53,6 +53,7 @@ MEMORY_LABELS = {
     "snapshots": "weight snapshots (EMA, reference)",
     "frozen": "autoencoder and rewards",
     "kv_cache": "KV cache and copied weights",
+    "rollout_copies": "copies of weights for rollouts",
     "collect_activations": "activations of the rollout",
     "update_activations": "activations of the update",
 }
