@@ -180,7 +180,7 @@ class Engine:
         if base != "same":
             quantized_base.warn_of_small_layers(net, f"engine.base_precision: {base}")
             quantized_base.quantize_frozen_layers(net, base, self.device)
-        if rollouts not in ("same", self.config.precision):
+        if rollouts != "same" and rollouts != self.config.precision:
             quantized_base.warn_of_small_layers(net, f"engine.rollout_precision: {rollouts}")
             rollout_precision.use_low_precision_rollouts(net, rollouts, self.device)
 
