@@ -165,7 +165,7 @@ def network_tensors(holder: object, device: torch.device, ignored: Container[int
         elif isinstance(each, list | tuple):
             waiting += each
         elif is_shipped(each):
-            waiting += vars(each).values() if hasattr(each, "__dict__") else ()
+            waiting += getattr(each, "__dict__", {}).values()
     return [x for key, x in found.items() if key not in ignored and x.device.type == device.type]
 
 
