@@ -20,6 +20,7 @@ from ..training.activation_memory import repeated_blocks
 from ..training.distributed import local_shard
 from ..training.loop import train_step
 from ..training.low_precision_linear import RolloutLinear
+from ..training.quantized_base import large_linear_layers
 from ..training.run import Run
 from .gpu_presets import match_device_name
 from .plan import estimate_resources
@@ -204,7 +205,7 @@ def find_suggestions(profile: Profile, run: Run, config: RunConfig) -> Iterator[
     if engine.overlap_rewards == "never" and profile.share("reward") >= 0.1:
         yield profile.share("reward"), Suggestion("engine.overlap_rewards=auto", "rewards could score while sampling")
     low = f"engine.rollout_precision={'fp8' if on_gpu else 'int8'}"
-    if on_gpu and rollout >= LARGE_SHARE and engine.rollout_precision == "same" and allows_low_precision(config):
+    if on_gpu and rollout >= LARGE_SHARE and engine.rollout_precision == "same" and allows_low_precision(run, config):
         yield rollout, Suggestion(low, f"sampling takes {rollout:.0%} of the step, and no ratio depends on it")
     if rollout >= LARGE_SHARE and batch.rollout_batch_size and (has_room or not on_gpu):
         size = 2 * batch.rollout_batch_size
@@ -221,7 +222,7 @@ def find_suggestions(profile: Profile, run: Run, config: RunConfig) -> Iterator[
         yield profile.share("data"), Suggestion("tastemaker embed", "prompts or images are encoded in every step")
 
 
-def allows_low_precision(config: RunConfig) -> bool:
-    """Whether 8-bit rollouts are possible with this configuration."""
+def allows_low_precision(run: Run, config: RunConfig) -> bool:
+    """Whether 8-bit rollouts are possible with this configuration, and change a layer of the network."""
     changed = replace(config, engine=replace(config.engine, rollout_precision="fp8"))
-    return check_rollout_precision(changed, 1) is None
+    return check_rollout_precision(changed, 1) is None and bool(large_linear_layers(run.policy.weights.net))

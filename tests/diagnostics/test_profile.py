@@ -131,6 +131,18 @@ def test_suggestions_are_about_the_largest_shares(
     assert [each.setting for each in found] == expected
 
 
+def test_8_bit_rollouts_are_suggested_for_large_layers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("nft-playground", ["engine.precision=bf16"])
+    run = build(config, tmp_path, tiny=True)
+    profile = Profile(1.0, {"rollout": 0.9}, {}, 1 * GIB, 80 * GIB, None)
+    run.engine.device = torch.device("cuda")
+    found = []
+    for limit in (low_precision_linear.MIN_WEIGHTS, 256):
+        monkeypatch.setattr(low_precision_linear, "MIN_WEIGHTS", limit)
+        found.append([each.setting for each in suggest_settings(profile, run, config)])
+    assert "engine.rollout_precision=fp8" not in found[0] and "engine.rollout_precision=fp8" in found[1]
+
+
 def test_full_gpus_get_settings_that_save_memory(tmp_path: Path) -> None:
     config: Any = load("grpo-lora-toy-flow", ["batch.micro_batch_size=2"])
     run = build(config, tmp_path)

@@ -146,6 +146,9 @@ def test_settings_that_change_no_layer_are_reported() -> None:
     narrow = FullWeights(nn.Sequential(nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])))
     with pytest.warns(UserWarning, match=r"engine\.rollout_precision: int8 changes nothing.*1024.*TM2681"):
         build_engine(narrow, rollout_precision="int8")
+    adapted = LoraWeights(nn.Sequential(nn.ModuleList([nn.Linear(32, 32)])), LoraConfig(r=4, target_modules=["0.0"]))
+    with pytest.warns(UserWarning, match=r"engine\.base_precision: fp8 changes nothing.*TM2681"):
+        build_engine(adapted, base_precision="fp8")
     weights = FullWeights(Blocks())
     build_engine(weights, precision="bf16", rollout_precision="bf16")  # as it is
     assert type(weights.net.blocks[0]) is nn.Linear
