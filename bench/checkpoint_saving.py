@@ -1,15 +1,17 @@
 """Seconds that a run is blocked by saving a checkpoint, with and without `checkpoint.asynchronous`.
 
 python bench/checkpoint_saving.py --gib 1                       # a CPU
-python bench/checkpoint_saving.py --gib 36 --out saving.json    # weights and int8 moments of FLUX, one GPU
+python bench/checkpoint_saving.py --gib 44.7 --out saving.json  # bf16 weights and int8 moments of FLUX, one GPU
 
-Floors of the same call: copying the tensors to host memory, and writing as many bytes to the same disk.
+Floors of the same call: copying the tensors to host memory, and writing as many bytes to the same disk. The disk needs
+room for one checkpoint: everything is deleted before the next is written. Host memory needs room for one copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +29,7 @@ from tastemaker.training.async_checkpoint import AsyncCheckpointWriter
 from tastemaker.training.engine import Engine
 
 WIDTH = 4096
-BYTES_PER_WEIGHT = 2 + 4 + 4  # bf16 weights, fp32 moments
+BYTES_PER_WEIGHT = 2 + 1 + 1  # bf16 weights, int8 moments
 
 
 def build_engine(gib: float) -> tuple[Engine, FullWeights]:
@@ -35,7 +37,7 @@ def build_engine(gib: float) -> tuple[Engine, FullWeights]:
     layers = max(1, round(gib * 2**30 / (WIDTH * WIDTH * BYTES_PER_WEIGHT)))
     with torch.device(DEVICE):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
-    engine = Engine(EngineConfig(param_dtype="bf16", precision="bf16"), OptimConfig(), steps=10, seed=0)
+    engine = Engine(EngineConfig(param_dtype="bf16", precision="bf16"), OptimConfig(state_dtype="int8"), 10, seed=0)
     weights = FullWeights(net)
     engine.prepare(weights)
     engine.backward(net(torch.randn(1, WIDTH, device=DEVICE, dtype=torch.bfloat16)).float().sum(), last=True)
@@ -67,26 +69,30 @@ def measure(gib: float, folder: Path) -> list[dict[str, Any]]:
         return checkpoint.stage(folder, step, engine, weights, {}, config, best=False)
 
     tensors = [*weights.trainable().values(), *engine.optimizer.state_dict().values()]
-    rows = []
-    for repeat in range(2):  # the first asynchronous save allocates its copies
-        copies: list[Tensor] = []
-        copying = seconds(lambda copies=copies: copies.extend(x.detach().to("cpu", copy=True) for x in tensors))
-        writing = seconds(lambda copies=copies: write_bytes(folder, copies))
-        del copies
-        blocking = seconds(lambda repeat=repeat: checkpoint.write(stage(2 * repeat), engine.comm))
-        started = seconds(lambda repeat=repeat: writer.start(stage(2 * repeat + 1)))
-        finishing = seconds(writer.finish)
-        rows.append(
-            {
-                "gib": sum(x.numel() * x.element_size() for x in tensors) / 2**30,
-                "floor_copy_seconds": copying,
-                "floor_write_seconds": writing,
-                "blocked_seconds": blocking,
-                "blocked_seconds_asynchronous": started,
-                "written_after_seconds": started + finishing,
-            }
-        )
+    copies: list[Tensor] = []
+    first = {
+        "gib": sum(x.numel() * x.element_size() for x in tensors) / 2**30,
+        "floor_copy_seconds": seconds(lambda: copies.extend(x.detach().to("cpu", copy=True) for x in tensors)),
+        "floor_write_seconds": seconds(lambda: write_bytes(folder, copies)),
+    }
+    copies.clear()
+    used = [empty_folder(folder)]
+    first["blocked_seconds"] = seconds(lambda: checkpoint.write(stage(0), engine.comm))
+    rows = [first, {"gib": first["gib"]}]
+    for step, row in enumerate(rows, 1):  # the first asynchronous save allocates its copies
+        used.append(empty_folder(folder))
+        row["blocked_seconds_asynchronous"] = seconds(lambda step=step: writer.start(stage(step)))
+        row["written_after_seconds"] = row["blocked_seconds_asynchronous"] + seconds(writer.finish)
+    first["largest_folder_gib"] = max(*used, empty_folder(folder))
     return rows
+
+
+def empty_folder(folder: Path) -> float:
+    """Delete what a folder contains; return how many GiB that was."""
+    gib = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**30
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return gib
 
 
 def main() -> None:

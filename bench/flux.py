@@ -3,7 +3,9 @@
     python bench/flux.py --out flux.json            # on a GPU of at least 100 GiB
     python bench/flux.py --tiny --out tiny.json     # small networks, on any machine
     python bench/flux.py --plan flux.json           # compare measured peaks with `tastemaker plan`
-    python bench/flux.py --sections full,lora,plain --set engine.rollout_precision=fp8
+    python bench/flux.py --sections full,full-fp8,lora,lora-fp8,lora-fp8-base,plain
+
+Sections that end in fp8 have FP8 rollouts; lora-fp8-base also keeps the frozen weights in FP8, without copies.
 
 Lower bound of SRPO at 720x720 with 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two
 backward passes with checkpointing are 1.23 PFLOP per prompt, 1.6 s at 790 TFLOP/s. LoRA needs no gradient of the
@@ -55,7 +57,10 @@ from tastemaker.training.run import Run
 SECTIONS = {
     "parts": 60,
     "full": 160,
+    "full-fp8": 160,
     "lora": 130,
+    "lora-fp8": 130,
+    "lora-fp8-base": 130,
     "plain": 60,
     "grpo-sd35": 150,
     "plain-grpo-sd35": 60,
@@ -70,10 +75,12 @@ BATCHES: dict[str, list[tuple[int, ...]]] = {
     "grpo-flux": [(1, 8, 8), (1, 4, 4)],
     "offload": [(8, 8, 8), (2, 2, 2)],
 }
+BATCHES |= {"full-fp8": BATCHES["full"], "lora-fp8": BATCHES["lora"], "lora-fp8-base": BATCHES["lora"]}
 MEASURED = {"grpo-sd35": 2}  # how many of a section's batches are measured, if not one
-BASELINES = {"full": "plain", "lora": "plain", "plain": "plain"}
+BASELINES = dict.fromkeys(("full", "full-fp8", "lora", "lora-fp8", "lora-fp8-base", "plain"), "plain")
 BASELINES |= dict.fromkeys(("grpo-sd35", "plain-grpo-sd35"), "plain-grpo-sd35")
-PFLOP_PER_PROMPT = {"full": 1.23, "lora": 1.15, "offload": 1.23, "grpo-sd35": 1.10}
+PFLOP_PER_PROMPT = {"full": 1.23, "full-fp8": 1.23, "offload": 1.23, "grpo-sd35": 1.10}
+PFLOP_PER_PROMPT |= dict.fromkeys(("lora", "lora-fp8", "lora-fp8-base"), 1.15)
 NoteFn = Callable[[str, float, int], None]  # name, milliseconds, batch size
 
 
@@ -120,7 +127,8 @@ def run_config(options: FluxOptions, section: str) -> RunConfig:
 
 def section_config(options: FluxOptions, section: str) -> RunConfig:
     """Return the configuration of a section."""
-    trains_all_weights, offloads = section in ("full", "parts", "offload"), section == "offload"
+    kind, offloads = section.partition("-fp8")[0], section == "offload"
+    trains_all_weights = kind in ("full", "parts", "offload")
     srpo = RunConfig(
         model=flux_spec(options.folder, 720, options.tiny),
         process=GaussianProcess(RectifiedFlow(shift=3.0), num_steps=4 if options.tiny else 25),
@@ -133,6 +141,8 @@ def section_config(options: FluxOptions, section: str) -> RunConfig:
             precision="bf16",
             param_dtype="bf16" if trains_all_weights else "fp32",
             activation_memory="checkpoint",
+            base_precision="fp8" if section == "lora-fp8-base" else "same",
+            rollout_precision="fp8" if kind != section else "same",
             attention_backend=options.attention,  # type: ignore[arg-type]
             compile=options.compile and not offloads,
             strategy="fsdp" if offloads else "replicated",
@@ -301,7 +311,7 @@ def print_table(results: Results) -> None:
 
 
 def main() -> None:
-    parser = section_parser(",".join(SECTIONS), 720.0)
+    parser = section_parser(",".join(section for section in SECTIONS if "fp8" not in section), 720.0)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--all-batches", action="store_true", help="not only the first that fits")

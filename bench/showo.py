@@ -61,12 +61,16 @@ class ShowoCase:
         guided = process.wrap_guidance(model, Guidance(1 + GUIDANCE_WEIGHT))
         return Policy(guided, process, FullFinetuning().apply(model, ()))
 
+    def start(self, model: ShowoBackbone) -> Any:
+        """Return a rollout of all candidates before its first step."""
+        policy, rng = self.policy(model), Randomness(0, 0, torch.arange(self.candidates, device=DEVICE))
+        return policy.rollout(policy.embed([PROMPT]).repeat(self.candidates), rng)
+
     @torch.no_grad()
     def sample(self, model: ShowoBackbone) -> Tensor:
         """Sample all candidates together."""
-        policy = self.policy(model)
-        cond = policy.embed([PROMPT]).repeat(self.candidates)
-        return policy.sample(cond, Randomness(0, 0, torch.arange(self.candidates, device=DEVICE))).final
+        final: Tensor = self.start(model).finish().final
+        return final
 
 
 @dataclass(frozen=True)
@@ -120,37 +124,57 @@ class ShowoBenchmark:
     def compare_tokens(self, case: ShowoCase, model: ShowoBackbone, dtype: torch.dtype) -> None:
         name = f"equal in {dtype}".replace("torch.", "")
         with log_errors(self.section, name):
-            shares = equal_token_shares(case, model)
+            shares = Sampled.of(case, model, cached=False).equal_shares(case, model)
             log(self.section, f"{name}, {case.candidates} candidates: {shares}")
             self.record({"section": self.section, "name": name, **shares, "candidates": case.candidates})
 
     def run_compiled(self) -> None:
         model, start = self.load(DTYPE), time.perf_counter()
+        eager = Sampled.of(self.case, model)
         compile_blocks(model.net)
         self.case.sample(model)
         synchronize()
         log(self.section, f"compiled and sampled once in {time.perf_counter() - start:.0f} s")
         self.measure("prompt read once, compiled", lambda: self.case.sample(model), 2)
+        name = f"compiled, equal in {DTYPE}".replace("torch.", "")
+        with log_errors(self.section, name):
+            shares = eager.equal_shares(self.case, model)
+            log(self.section, f"{name}, {self.case.candidates} candidates: {shares}")
+            self.record({"section": self.section, "name": name, **shares, "candidates": self.case.candidates})
         self.record({"section": self.section, "name": "peak", "GiB": peak_gib()})
 
 
-@torch.no_grad()
-def equal_token_shares(case: ShowoCase, model: ShowoBackbone) -> dict[str, float]:
-    """Return the share of tokens that are equal whether the prompt is read once or at every step.
+@dataclass(frozen=True)
+class Sampled:
+    """Images that were sampled in one way, to be compared with another way."""
 
-    In whole images a different token changes all later ones; single steps start from the same state.
-    """
-    policy, rng = case.policy(model), Randomness(0, 0, torch.arange(case.candidates, device=DEVICE))
-    cond = policy.embed([PROMPT]).repeat(case.candidates)
-    rollout: Any = policy.rollout(cond, rng)
-    cached, rollout.predictor = rollout.predictor, UncachedMaskedPredictor(policy.model, cond)
-    shares = []
-    for step, segment in enumerate(rollout.finish().segments):
-        sampled = Categorical(cached.predict(segment.state, segment.t).float()).sample(rng, "token", step)
-        masked = segment.state == MASK_TOKEN_ID
-        shares.append((sampled == segment.action)[masked].float().mean())
-    images = (case.sample(model) == rollout.preview()).float().mean()
-    return {"of images": float(images), "of steps": float(torch.stack(shares).mean())}
+    rollout: Any
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, case: ShowoCase, model: ShowoBackbone, *, cached: bool = True) -> Sampled:
+        """Sample all candidates together; the prompt is read once (`cached`) or at every step."""
+        rollout = case.start(model)
+        if not cached:
+            rollout.predictor = UncachedMaskedPredictor(rollout.model, rollout.cond)
+        rollout.finish()
+        return cls(rollout)
+
+    @torch.no_grad()
+    def equal_shares(self, case: ShowoCase, model: ShowoBackbone) -> dict[str, float]:
+        """Return the share of tokens that are equal if the prompt is read once and the network is as it is now.
+
+        In whole images a different token changes all later ones; single steps start from the same state.
+        """
+        shares, other = [], case.start(model)
+        for step, segment in enumerate(self.rollout.segments):
+            logits = other.predictor.predict(segment.state, segment.t).float()
+            masked = segment.state == MASK_TOKEN_ID
+            shares.append(
+                (Categorical(logits).sample(other.rng, "token", step) == segment.action)[masked].float().mean()
+            )
+        images = (case.sample(model) == self.rollout.preview()).float().mean()
+        return {"of images": float(images), "of steps": float(torch.stack(shares).mean())}
 
 
 def print_table(results: Results) -> None:
@@ -167,13 +191,20 @@ def print_table(results: Results) -> None:
             print(f"{result['name']}: {shares}")
 
 
+def full_spec() -> ShowoSpec:
+    return replace(ShowoSpec(), weights=None, autoencoder=None, tokenizer=BYTE_TOKENIZER)
+
+
+def tiny_spec() -> ShowoSpec:
+    return full_spec().tiny()
+
+
 def main() -> None:
     options = section_parser(",".join(SECTIONS) if CUDA else "eager", 95.0).parse_args()
     if not options.section:
         print_table(run_sections(__file__, SECTIONS, options))
         return
-    spec = replace(ShowoSpec(), weights=None, autoencoder=None, tokenizer=BYTE_TOKENIZER)
-    case = ShowoCase(spec.tiny(), 4, 4) if options.tiny else ShowoCase(spec, 20, 18)
+    case = ShowoCase(tiny_spec(), 4, 4) if options.tiny else ShowoCase(full_spec(), 20, 18)
     bench = ShowoBenchmark(case, options.section, result_writer(options.out))
     {"eager": bench.run_eager, "compiled": bench.run_compiled}[options.section]()
 

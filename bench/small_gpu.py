@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from device import CUDA, device_name, synchronize  # beside this file, in no package
 from sections import Record, Results, log, read_results, result_writer, run_sections, section_parser, write_results
-from training_run import PROMPTS, build_run, override, warm_up
+from training_run import PROMPTS, build_run, num_8bit_layers, override, warm_up
 
 from tastemaker.config.schema import BatchConfig, EngineConfig, OptimConfig, RewardConfig, RunConfig
 from tastemaker.core.lora import Lora
@@ -126,6 +126,7 @@ def measure(options: SmallOptions, section: str, record: Record) -> None:
                     "section": section,
                     "limit GiB": limit,
                     "kind": options.kind,
+                    "8-bit layers": num_8bit_layers(run),
                     "max reserved GiB": reserved_gib(),
                     "max allocated GiB": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
                     "reserved after building GiB": after_build,

@@ -25,6 +25,7 @@ from tastemaker.rewards.backbones.frozen_models import freeze_network
 from tastemaker.rewards.backbones.preprocessing import Preprocessing
 from tastemaker.rewards.backbones.tokenizers import FixedLengthTokenizer, tiny_clip_tokenizer
 from tastemaker.rewards.hps import HpsReward
+from tastemaker.training import low_precision_linear
 from tastemaker.training.engine import Engine
 from tastemaker.training.loop import train_step
 from tastemaker.training.run import Run
@@ -63,6 +64,8 @@ def build_reward(placement: Placement, tiny: bool) -> DualEncoderScorer:
 def build_run(config: RunConfig, section: str, folder: Path, tiny: bool) -> Run:
     """Build a run as `build` does, except for the reward, whose weights are random too."""
     start = time.perf_counter()
+    if tiny:  # or none of its layers would be large enough for 8 bits
+        low_precision_linear.MIN_WEIGHTS, low_precision_linear.MIN_TOKENS = 256, 1
     engine = Engine(config.engine, config.optim, config.steps, 0)
     policy = build_policy(config, engine.placement(is_adapter=config.tuning.is_adapter, is_prepared=True))
     rubric = Rubric({"hps": WeightedReward(HpsReward(), build_reward(engine.placement(), tiny))})
@@ -70,8 +73,18 @@ def build_run(config: RunConfig, section: str, folder: Path, tiny: bool) -> Run:
     synchronize()
     billions = sum(p.numel() for p in policy.weights.net.parameters()) / 1e9
     seconds = time.perf_counter() - start
-    log(section, f"{billions:.2f} billion weights built in {seconds:.0f} s, {allocated_gib():.1f} GiB")
+    layers = num_8bit_layers(run)
+    built = f"{billions:.2f} billion weights built in {seconds:.0f} s, {allocated_gib():.1f} GiB"
+    log(section, f"{built}, {layers} layers for 8 bits")
+    if not layers and {config.engine.base_precision, config.engine.rollout_precision} & {"fp8", "int8"}:
+        raise SystemExit(f"{section}: no layer of this network is large enough for 8 bits")
     return run
+
+
+def num_8bit_layers(run: Run) -> int:
+    """Count the linear layers with weights or rollouts in 8 bits."""
+    kinds = (low_precision_linear.RolloutLinear, low_precision_linear.QuantizedLinear)
+    return sum(isinstance(module, kinds) for module in run.policy.weights.net.modules())
 
 
 def override(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -216,6 +229,7 @@ def time_steps(
         "seconds per sample": min(times) / (batch.prompts * run.objective.group_size),
         "peak GiB": peak_gib(),
         "shares": {key: value / sum(phases.values()) for key, value in sorted(phases.items()) if key != "end"},
+        "8-bit layers": num_8bit_layers(run),
         "graphs": num_graphs,
         "recompiled": num_compiled_graphs() - num_graphs,
     }

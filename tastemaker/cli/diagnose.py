@@ -55,6 +55,7 @@ MEMORY_LABELS = {
     "frozen": "autoencoder and rewards",
     "kv_cache": "KV cache and copied weights",
     "encoders": "text or image encoder, before the rollout",
+    "rollout_copies": "copies of weights for rollouts",
     "collect_activations": "activations of the rollout",
     "update_activations": "activations of the update",
 }
@@ -273,7 +274,9 @@ def profile(
     device: RunDeviceOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are measured, after one that is not.")] = 3,
     trace: Annotated[Path | None, typer.Option(help="Write a trace of one step for https://ui.perfetto.dev.")] = None,
-    tflops: Annotated[float | None, typer.Option(min=1, help="Peak TFLOP/s of the GPU, for its utilization.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(min=1, help="Peak TFLOP/s, for the utilization; default: the GPU's.")
+    ] = None,
 ) -> None:
     """Train a few steps without saving them; show where their time and memory go, and settings worth changing."""
     from ..config.build import build, make_tiny
@@ -298,15 +301,15 @@ def profile(
     other = result.seconds - sum(result.phases.values())
     table.add_row("other", f"{other:.3f}", f"{other / result.seconds:.0%}")
     console.print(table)
-    memory = Table("memory", "GiB")
+    memory = Table("memory", "GiB, if not MiB")
     for name, count in result.memory.items():
-        memory.add_row(name, f"{count / GIB:.2f}")
+        memory.add_row(name, f"{count / GIB:.2f}" if count > GIB / 10 else f"{count / 2**20:.1f} MiB")
     if result.peak_memory and result.device_memory:
         memory.add_row("peak on the GPU", f"{result.peak_memory / GIB:.1f} of {result.device_memory / GIB:.0f}")
     console.print(memory)
     if result.flops:
-        rate = result.flops / result.seconds / 1e12
-        share = f", {rate / tflops:.0%} of {tflops:g}" if tflops else ""
+        rate, peak = result.flops / result.seconds / 1e12, tflops or result.peak_tflops
+        share = f", {rate / peak:.0%} of {peak:g}" if peak else ""
         console.print(f"{rate:.3g} TFLOP/s{share}, counted by `tastemaker plan`.", highlight=False)
     if trace is not None:
         console.print(f"trace: {trace}; open it with https://ui.perfetto.dev", highlight=False, markup=False)

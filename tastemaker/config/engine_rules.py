@@ -85,6 +85,10 @@ def check_rollout_precision(config: AnyConfig, world_size: int) -> str | None:
         return None
     if not isinstance(config, RunConfig):
         return f"{key}, but only generators sample while they train; remove it [TM2603]"
+    if engine.rollout_precision == engine.precision:
+        return None
+    if engine.rollout_precision == "bf16" and engine.base_precision != "same":
+        return f"{key}, but engine.base_precision keeps the weights in 8 bits; set engine.precision=bf16 [TM2680]"
     if config.objective.samples_per_prompt() and config.objective.needs_log_probs():
         return (
             f"{key}, but {type(config.objective).__name__} divides by the probabilities of the network that sampled, "

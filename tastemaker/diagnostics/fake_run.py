@@ -36,7 +36,7 @@ from ..core.types import (
     TokenBatch,
     select_rows,
 )
-from ..core.weights import Weights
+from ..core.weights import FrozenCopyWeights, Weights
 from ..data.joint import JointData
 from ..models.showo.model import ShowoSpec
 from ..objectives.distill import Distillation
@@ -44,6 +44,8 @@ from ..objectives.reward_gradient import RewardGradient
 from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision, quantized_base
 from ..training.context_parallel import emulate_context_parallel
+from ..training.low_precision_linear import QuantizedLinear
+from ..training.rollout_precision import rollout_layers
 from .fake_backbones import PLANNED_AUTOENCODER, held_modules, lent_encoders, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
 from .fake_token_backbones import FakeDecoderPool, FakeJanusBackbone, FakeLlamagenBackbone, fake_mode_of
@@ -65,6 +67,7 @@ class Measurement:
 
     parameters: int
     quantized: int  # of them in 8 bits
+    rollout_copy_bytes: float  # of weights in fewer bits, which rollouts multiply
     trainable: int
     block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
     num_checkpoints: int  # of blocks that activation checkpointing can recompute
@@ -127,6 +130,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         return Measurement(
             parameters=_count_parameters(weights.net),
             quantized=sum(layer.weight.numel() for layer in quantized),
+            rollout_copy_bytes=_rollout_copy_bytes(weights, config.engine),
             trainable=sum(p.numel() for p in weights.trainable().values()),
             block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
             num_checkpoints=len(activation_memory.checkpoint_units(weights.net)),
@@ -165,6 +169,20 @@ def _recomputed_share(net: nn.Module, engine: EngineConfig) -> float:
     if engine.activation_memory != "checkpoint":
         return 0.0
     return sum(sizes[: engine.checkpointed_blocks]) / sum(sizes)
+
+
+def _rollout_copy_bytes(weights: Weights, engine: EngineConfig) -> float:
+    """Bytes of the copies that `engine.rollout_precision` keeps: of 8-bit weights with an fp32 scale per row, or bf16.
+
+    Weights that have 8 bits already are multiplied as they are.
+    """
+    if engine.rollout_precision in ("same", engine.precision):
+        return 0.0
+    nets = [weights.net, *(weights.copies.values() if isinstance(weights, FrozenCopyWeights) else ())]
+    layers = [layer for net in nets for layer in rollout_layers(net) if not isinstance(layer, QuantizedLinear)]
+    if engine.rollout_precision == "bf16":
+        return float(sum(2 * layer.weight.numel() for layer in layers))
+    return float(sum(layer.weight.numel() + 4 * len(layer.weight) for layer in layers))
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -1,7 +1,8 @@
-"""GPUs by name, for `tastemaker plan --gpu`: memory and speed."""
+"""GPUs by name, for `tastemaker plan --gpu` and `tastemaker profile`: memory and speed."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..core.registry import ConfigError, suggest_name
@@ -40,6 +41,21 @@ GPU_PRESETS = {
     "rtx4090-24g": GpuPreset(23, 165, 1.01),
     "rtx5090-32g": GpuPreset(31, 209, 1.79),
 }
+
+
+SLOWER_VARIANTS = re.compile(r"laptop|max-q|h100 (pcie|nvl)|h200 nvl")  # of other peaks than the presets
+
+
+def match_device_name(name: str, gib: float) -> GpuPreset | None:
+    """Return the preset of a GPU by its driver's name, such as 'NVIDIA GeForce RTX 4090', and its memory in GiB.
+
+    None if there is none, or if the GPU is a slower variant of one.
+    """
+    words = re.sub(r"(rtx) (?=[0-9])", r"\1", name.lower())
+    matches = [gpu for key, gpu in GPU_PRESETS.items() if re.search(rf"\b{key.partition('-')[0]}\b", words)]
+    if SLOWER_VARIANTS.search(words) or not matches:
+        return None
+    return min(matches, key=lambda gpu: abs(gpu.gib - gib))
 
 
 def find_gpu(name: str) -> GpuPreset:

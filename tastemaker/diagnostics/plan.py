@@ -56,6 +56,7 @@ class ResourceEstimate:
     collect_bytes_read: float = 0.0  # of decoding token by token, which is bound by memory bandwidth
     collect_batch: int = 0  # samples per call of the network
     update_batch: int = 0
+    rollout_copies: float = 0.0  # of large linear layers in fewer bits
     host_memory: float = 0.0  # bytes of weights, gradients, optimizer state and snapshots in host memory, for one rank
     num_checkpoints: int = 0  # of blocks that activation checkpointing can recompute
 
@@ -72,6 +73,7 @@ class ResourceEstimate:
     def total(self) -> float:
         """Peak memory. Gradients count while sampling too, since the allocator seldom reuses their memory."""
         static = self.weights + self.gradients + self.optimizer_state + self.snapshots + self.frozen + self.kv_cache
+        static += self.rollout_copies
         return static + max(self.update_activations, self.collect_activations, self.encoders)
 
     @property
@@ -127,6 +129,7 @@ def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstima
         collect_bytes_read=measured.collect_bytes_read,
         collect_batch=measured.collect_batch,
         update_batch=measured.update_batch,
+        rollout_copies=measured.rollout_copy_bytes,
         host_memory=host_memory,
         num_checkpoints=measured.num_checkpoints,
     )
@@ -239,6 +242,7 @@ def suggest_savings(
         config = quantized
         other = estimate_fn(config, world_size)
         estimate = replace(_with_activations_of(estimate, other), weights=other.weights)
+        estimate = replace(estimate, rollout_copies=other.rollout_copies)
         yield "engine.base_precision=int8", estimate.total
     if isinstance(config.objective, SRPO) and config.objective.batch_branches and len(config.objective.branches) > 1:
         estimate = replace(estimate, update_activations=estimate.update_activations / 2)

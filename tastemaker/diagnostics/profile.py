@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.engine_rules import check_rollout_precision
 from ..config.schema import RunConfig
 from ..core.registry import ConfigError
+from ..core.reward import is_shipped
+from ..core.weights import FrozenCopyWeights
 from ..training.activation_memory import repeated_blocks
 from ..training.distributed import local_shard
 from ..training.loop import train_step
+from ..training.low_precision_linear import RolloutLinear
+from ..training.quantized_base import large_linear_layers
 from ..training.run import Run
+from .gpu_presets import match_device_name
 from .plan import estimate_resources
 
 PHASES = ("rollout", "reward", "update", "data", "waiting")
@@ -35,6 +40,7 @@ class Profile:
     peak_memory: float | None  # bytes on the GPU; None on other devices
     device_memory: float | None  # bytes that the GPU has
     flops: float | None  # of a step, by `plan`; None for models that it does not know
+    peak_tflops: float | None = None  # of the GPU in bf16, by its data sheet; None for others, or in fp32 and tf32
 
     def share(self, phase: str) -> float:
         return self.phases.get(phase, 0.0) / self.seconds
@@ -77,7 +83,17 @@ def profile_run(
         peak_memory=float(torch.cuda.max_memory_allocated(device)) if on_gpu else None,
         device_memory=float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
         flops=planned_flops(config),
+        peak_tflops=peak_tflops(run) if on_gpu else None,
     )
+
+
+def peak_tflops(run: Run) -> float | None:
+    """Return the published peak of a run's GPU, or None if the GPU is not known or multiplies in fp32 or tf32."""
+    if run.engine.config.precision not in ("bf16", "fp16"):
+        return None
+    properties = torch.cuda.get_device_properties(run.engine.device)
+    preset = match_device_name(properties.name, properties.total_memory / 2**30)
+    return preset.peak_tflops if preset else None
 
 
 def timed_step(run: Run, step: int) -> tuple[float, Mapping[str, float]]:
@@ -109,15 +125,49 @@ def write_trace(run: Run, step: int, path: Path) -> None:
 
 
 def memory_by_part(run: Run) -> dict[str, float]:
-    """Bytes of weights, gradients, optimizer state and snapshots of this process."""
-    weights = run.policy.weights
-    trainable = list(weights.trainable().values())
+    """Bytes of what this process keeps on the device of the run between two steps."""
+    weights, device = run.policy.weights, run.engine.device
+    trainable, own = list(weights.trainable().values()), set(map(id, tensors_of(weights.net)))
+    rollout_layers = [module for module in weights.net.modules() if isinstance(module, RolloutLinear)]
+    frozen = [run.policy.model, weights.copies if isinstance(weights, FrozenCopyWeights) else ()]
     return {
         "weights": count_bytes(weights.net.parameters()),
         "gradients": count_bytes(trainable),
         "optimizer state": count_bytes(run.engine.optimizer.state_dict().values()),
         "snapshots": count_bytes(x for snapshot in weights.snapshot_tensors().values() for x in snapshot.values()),
+        "copies of weights for rollouts": count_bytes(
+            x for layer in rollout_layers for x in (layer.rollout_weight, layer.rollout_scale) if x is not None
+        ),
+        "autoencoder and other frozen networks": count_bytes(network_tensors(frozen, device, own)),
+        "rewards": count_bytes(network_tensors(run.rubric, device, own)),
     }
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def network_tensors(holder: object, device: torch.device, ignored: Container[int]) -> list[Tensor]:
+    """Return parameters and buffers on a device of the networks that an object holds, each once.
+
+    Ids in `ignored` are left out. Containers and objects of this package are searched.
+    """
+    found: dict[int, Tensor] = {}
+    seen, waiting = set[int](), [holder]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module):
+            found |= {id(x): x for x in tensors_of(each)}
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif is_shipped(each):
+            waiting += getattr(each, "__dict__", {}).values()
+    return [x for key, x in found.items() if key not in ignored and x.device.type == device.type]
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> float:
@@ -155,7 +205,7 @@ def find_suggestions(profile: Profile, run: Run, config: RunConfig) -> Iterator[
     if engine.overlap_rewards == "never" and profile.share("reward") >= 0.1:
         yield profile.share("reward"), Suggestion("engine.overlap_rewards=auto", "rewards could score while sampling")
     low = f"engine.rollout_precision={'fp8' if on_gpu else 'int8'}"
-    if on_gpu and rollout >= LARGE_SHARE and engine.rollout_precision == "same" and allows_low_precision(config):
+    if on_gpu and rollout >= LARGE_SHARE and engine.rollout_precision == "same" and allows_low_precision(run, config):
         yield rollout, Suggestion(low, f"sampling takes {rollout:.0%} of the step, and no ratio depends on it")
     if rollout >= LARGE_SHARE and batch.rollout_batch_size and (has_room or not on_gpu):
         size = 2 * batch.rollout_batch_size
@@ -172,7 +222,7 @@ def find_suggestions(profile: Profile, run: Run, config: RunConfig) -> Iterator[
         yield profile.share("data"), Suggestion("tastemaker embed", "prompts or images are encoded in every step")
 
 
-def allows_low_precision(config: RunConfig) -> bool:
-    """Whether 8-bit rollouts are possible with this configuration."""
+def allows_low_precision(run: Run, config: RunConfig) -> bool:
+    """Whether 8-bit rollouts are possible with this configuration, and change a layer of the network."""
     changed = replace(config, engine=replace(config.engine, rollout_precision="fp8"))
-    return check_rollout_precision(changed, 1) is None
+    return check_rollout_precision(changed, 1) is None and bool(large_linear_layers(run.policy.weights.net))

@@ -25,14 +25,18 @@ from .timestep_groups import average_groups, find_group_problem, join_segments, 
 
 @dataclass(frozen=True)
 class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
-    """Clipped policy gradient on one sample per prompt, with advantages from per-prompt reward statistics."""
+    """Clipped policy gradient on one sample per prompt, with advantages from per-prompt reward statistics.
+
+    Each sampling step of a trajectory is a part of the update with its own call of the network, or up to
+    `timesteps_per_call` of them share one.
+    """
 
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
     tracker_size: int = 32  # rewards kept per prompt
     tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
-    # Most sampling steps of a trajectory in one call of the network: the same gradient, with memory for as many times
-    # the micro-batch
+    # Most sampling steps of a trajectory that one call of the network trains: fewer, larger calls with the same
+    # gradient, and memory for as many times the micro-batch
     timesteps_per_call: int = 1
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch

@@ -37,7 +37,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     """GRPO with PPO's clipped ratio and a KL penalty to the reference policy.
 
     Flow-GRPO, DanceGRPO and MixGRPO are this objective on a Gaussian process with their dynamics and SDE window. GCPO
-    is this objective on an autoregressive model with `critical_tokens` and `confidence_clip`.
+    is this objective on an autoregressive model with `critical_tokens` and `confidence_clip`. Each sampling step is a
+    part of the update with its own call of the network, or up to `timesteps_per_call` of them share one.
     """
 
     group_size: int = 8
@@ -68,8 +69,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     critical_tokens: float = 0.0
     # GCPO: clips log policy / reference, whose mean up to a token weights its advantage, at 0.5 as published; 0: off
     confidence_clip: float = 0.0
-    # Most sampling steps of a trajectory in one call of the network: the same gradient, with memory for as many times
-    # the micro-batch
+    # Most sampling steps of a trajectory that one call of the network trains: fewer, larger calls with the same
+    # gradient, and memory for as many times the micro-batch
     timesteps_per_call: int = 1
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch

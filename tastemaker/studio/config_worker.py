@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import select
 import subprocess
 import sys
@@ -188,17 +187,17 @@ def plan_config(source: str, overrides: list[str], device: str) -> Answer:
 
 def find_gpu_speed() -> tuple[str, float, float, float]:
     """Return name, TFLOP/s, TB/s and memory in GiB of the GPU of this machine; an H200 if it is unknown."""
-    from ..diagnostics.gpu_presets import GPU_PRESETS
+    from ..diagnostics.gpu_presets import match_device_name
 
     try:
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
         text = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
         name, _, mebibytes = text.splitlines()[0].rpartition(",")
-        squeezed = re.sub(r"[^a-z0-9]", "", name.lower())
-        preset = next(each for key, each in GPU_PRESETS.items() if key.partition("-")[0] in squeezed)
-        return name.strip(), preset.tflops, preset.tbps, float(mebibytes) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, StopIteration):
-        return "an H200", 540.0, 4.3, 0.0
+        gib = float(mebibytes) / 1024
+        preset = match_device_name(name, gib)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        preset = None
+    return (name.strip(), preset.tflops, preset.tbps, gib) if preset else ("an H200", 540.0, 4.3, 0.0)
 
 
 if __name__ == "__main__":

@@ -151,10 +151,7 @@ class Engine:
             self._check_shardable(net, weights.traits)
             if self._context is not None:
                 context_parallel.enable_context_parallel(net, self._context)
-            if self.config.base_precision != "same":
-                quantized_base.quantize_frozen_layers(net, self.config.base_precision, self.device)
-            if self.config.rollout_precision != "same":
-                rollout_precision.use_low_precision_rollouts(net, self.config.rollout_precision, self.device)
+            self._lower_precision(net)
             in_blocks = self.config.compile and activation_memory.should_compile_blocks(net)
             if in_blocks:
                 activation_memory.compile_blocks(net)
@@ -177,6 +174,16 @@ class Engine:
         self.net, self.parameters = weights.net, weights.trainable()
         self._check_all_sharded()
         self.optimizer = optimizer.build_optimizer(self.parameters, self.optim, dtype, self.seed, self.device)
+
+    def _lower_precision(self, net: nn.Module) -> None:
+        """Keep the frozen base in 8 bits, and let rollouts compute in fewer bits, as configured."""
+        base, rollouts = self.config.base_precision, self.config.rollout_precision
+        if base != "same":
+            quantized_base.warn_of_small_layers(net, f"engine.base_precision: {base}")
+            quantized_base.quantize_frozen_layers(net, base, self.device)
+        if rollouts != "same" and rollouts != self.config.precision:
+            quantized_base.warn_of_small_layers(net, f"engine.rollout_precision: {rollouts}")
+            rollout_precision.use_low_precision_rollouts(net, rollouts, self.device)
 
     def _capture_cuda_graphs(self, net: nn.Module, weights: Weights) -> None:
         """Capture calls without gradient in CUDA graphs, with norms in the compute dtype and channels_last weights."""

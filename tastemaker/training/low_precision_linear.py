@@ -1,4 +1,4 @@
-"""Linear layers with weights in 8 bits and a scale per row: of a frozen base, and for rollouts.
+"""Linear layers with weights in 8 bits and a scale per row, of a frozen base and for rollouts, or in bf16 for these.
 
 A layer becomes one of them by assigning its class, so that parameters keep their names. What a layer computes depends
 on its class and buffers only: torch.compile shares one graph between equal blocks. GPUs multiply FP8 or int8; other
@@ -8,6 +8,7 @@ slower.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from ..core.rollout_scope import ROLLOUTS
 
 Kind = Literal["fp8", "int8"]
+RolloutKind = Literal["bf16", "fp8", "int8"]
 MIN_WEIGHTS = 1 << 16  # smaller layers gain nothing
-MIN_ROWS = 32  # of an input; kernels for integers need more than 16, and fewer gain nothing
+MIN_TOKENS = 17  # of a sample; the kernel for int8 needs more than 16 rows
 ALIGNMENT = 16  # of both sides of a weight, which the kernels need
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -44,8 +46,8 @@ def quantize_rows(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def expand(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [M, K] of 8-bit numbers with a scale per row [M, 1]."""
-    return weight.to(dtype) * scale.to(dtype)
+    """Return the weight [M, K] of 8-bit numbers with a scale per row [M, 1] in fp32, rounded once."""
+    return weight.to(dtype).mul_(scale)  # in place: the product in fp32 is never kept
 
 
 def linear_8bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,11 +67,23 @@ def linear_8bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
         ).to(dtype)
     else:
         if x.device.type == "cuda":
-            product = (torch._int_mm(rows, weight.t()).float() * row_scale * scale.t()).to(dtype)
+            product = multiply_int8(rows, row_scale, weight, scale).to(dtype)
         else:
-            product = (rows.float() * row_scale).to(dtype) @ (weight.float() * scale).to(dtype).t()
+            product = expand(rows, row_scale, dtype) @ expand(weight, scale, dtype).t()
         product = product if bias is None else product + bias.to(dtype)
     return product.view(*x.shape[:-1], -1)
+
+
+def multiply_int8(rows: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply int8 numbers [N, K] and [M, K] as integers, with a scale for each of their rows: [N, M] in fp32."""
+    return torch._int_mm(rows, weight.t()).float() * row_scale * scale.t()
+
+
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b in bf16 for W [M, K] in bf16, in the dtype that the layer computes in otherwise."""
+    with torch.autocast(x.device.type, enabled=False):
+        out = F.linear(x.bfloat16(), weight, None if bias is None else bias.bfloat16())
+    return out.to(compute_dtype(x))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -78,22 +92,27 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def computes_in_8_bits(x: Tensor) -> bool:
-    """Whether a layer's call with this input belongs to a rollout and gains from 8 bits."""
+def computes_in_fewer_bits(x: Tensor) -> bool:
+    """Whether a layer's call with this input [B, ..., K] belongs to a rollout and gains from fewer bits.
+
+    The number of samples B has no say, so that samples do not depend on the size of their batch.
+    """
     # The cheapest condition first: compiled graphs with gradients do not depend on the others.
-    return not torch.is_grad_enabled() and ROLLOUTS.active and x.numel() // x.shape[-1] >= MIN_ROWS
+    return not torch.is_grad_enabled() and ROLLOUTS.active and math.prod(x.shape[1:-1]) >= MIN_TOKENS
 
 
 class RolloutLinear(nn.Linear):
-    """A linear layer that multiplies an 8-bit copy of its weight in rollouts; see `rollout_precision`."""
+    """A linear layer that multiplies a copy of its weight in fewer bits in rollouts; see `rollout_precision`."""
 
     rollout_weight: Tensor | None  # [M, K], made before the first rollout
-    rollout_scale: Tensor | None  # [M, 1]
+    rollout_scale: Tensor | None  # [M, 1]; none of bf16
 
     def forward(self, x: Tensor) -> Tensor:
-        if not computes_in_8_bits(x):
+        if not computes_in_fewer_bits(x):
             return super().forward(x)
-        assert self.rollout_weight is not None and self.rollout_scale is not None
+        assert self.rollout_weight is not None
+        if self.rollout_scale is None:
+            return linear_bf16(x, self.rollout_weight, self.bias)
         return linear_8bit(x, self.rollout_weight, self.rollout_scale, self.bias)
 
 
@@ -129,6 +148,6 @@ class QuantizedRolloutLinear(QuantizedLinear):
     """A linear layer whose frozen weight is kept in 8 bits, which rollouts multiply as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not computes_in_8_bits(x):
+        if not computes_in_fewer_bits(x):
             return super().forward(x)
         return linear_8bit(x, self.weight, self.weight_scale, self.bias)

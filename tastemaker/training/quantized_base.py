@@ -6,9 +6,12 @@ keep the precision of the run. With `engine.rollout_precision` rollouts multiply
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
+from . import low_precision_linear
 from .activation_memory import repeated_blocks
 from .low_precision_linear import Kind, QuantizedLinear, is_large, quantize_rows
 
@@ -24,6 +27,21 @@ def large_linear_layers(net: nn.Module) -> list[nn.Linear]:
                 assert isinstance(module, nn.Linear)
                 layers += [module] if is_large(module.weight) else []
     return layers
+
+
+def warn_of_small_layers(net: nn.Module, setting: str) -> None:
+    """Warn if no linear layer of a network is large enough for a setting of its precision."""
+    if large_linear_layers(net):
+        return
+    modules = [module for block in repeated_blocks(net) for module in block.modules()]
+    sizes = [module.weight.numel() for module in modules if isinstance(module, nn.Linear)]
+    limit, alignment = low_precision_linear.MIN_WEIGHTS, low_precision_linear.ALIGNMENT
+    warnings.warn(
+        f"{setting} changes nothing: it is for linear layers of at least {limit} weights with sides that are "
+        f"multiples of {alignment}, and the largest of {len(sizes)} in the blocks of this network has "
+        f"{max(sizes, default=0)}; remove it [TM2681]",
+        stacklevel=3,
+    )
 
 
 @torch.no_grad()

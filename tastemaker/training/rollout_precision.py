@@ -1,6 +1,7 @@
-"""Rollouts in 8 bits: copies of the large linear layers with a scale per row, for calls without a gradient.
+"""Rollouts in 8 bits or bf16: copies of the large linear layers, for calls without a gradient.
 
-Inputs get a scale per row at every call. Weights are copied when they have changed, in one pass over them.
+8-bit weights have a scale per row; inputs get one at every call. Weights are copied when they have changed, in one
+pass over them.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.errors import TrainingError
 from ..core.rollout_scope import ROLLOUTS
 from .low_precision_linear import (
-    Kind,
     QuantizedLinear,
     QuantizedRolloutLinear,
+    RolloutKind,
     RolloutLinear,
     kind_of,
     quantize_rows,
@@ -28,13 +29,13 @@ FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 @dataclass(eq=False)
 class RolloutCopies:
-    """The 8-bit copies of a network's weights, and which version of each weight was copied.
+    """The copies of a network's weights in fewer bits, and which version of each weight was copied.
 
     Versions are kept here and not in the layers, where torch.compile would make a graph for each of them.
     """
 
     layers: list[RolloutLinear]
-    kind: Kind
+    kind: RolloutKind
     versions: dict[RolloutLinear, tuple[int, int]] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -44,24 +45,37 @@ class RolloutCopies:
             version = (layer.weight._version, layer.weight.data_ptr())
             if version == self.versions.get(layer):
                 continue
-            weight, scale = quantize_rows(layer.weight, self.kind)
-            copy, copy_scale = layer.rollout_weight, layer.rollout_scale
-            if copy is None or copy_scale is None or copy.device != weight.device:
-                layer.rollout_weight, layer.rollout_scale = weight, scale
+            if self.kind == "bf16":
+                self._write(layer, layer.weight.to(torch.bfloat16), None)
             else:
-                copy.copy_(weight)
-                copy_scale.copy_(scale)
+                self._write(layer, *quantize_rows(layer.weight, self.kind))
             self.versions[layer] = version
 
+    def _write(self, layer: RolloutLinear, weight: Tensor, scale: Tensor | None) -> None:
+        copy, copy_scale = layer.rollout_weight, layer.rollout_scale
+        if copy is None or copy.device != weight.device:
+            layer.rollout_weight, layer.rollout_scale = weight, scale
+            return
+        copy.copy_(weight)
+        if copy_scale is not None and scale is not None:
+            copy_scale.copy_(scale)
 
-def use_low_precision_rollouts(net: nn.Module, kind: Kind, device: torch.device) -> RolloutCopies:
-    """Let the large linear layers of a network compute in 8 bits in rollouts; return the copies of their weights.
+
+def rollout_layers(net: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers that compute in fewer bits in rollouts: with adapters the frozen ones only."""
+    large = large_linear_layers(net)
+    return [layer for layer in large if not layer.weight.requires_grad] or large
+
+
+def use_low_precision_rollouts(net: nn.Module, kind: RolloutKind, device: torch.device) -> RolloutCopies:
+    """Let the large linear layers of a network compute in fewer bits in rollouts; return the copies of their weights.
 
     With adapters these are the frozen layers only. Weights that have 8 bits already are multiplied without a copy.
     """
-    large = large_linear_layers(net)
-    chosen = [layer for layer in large if not layer.weight.requires_grad] or large
-    kinds: set[Kind] = {kind_of(layer.weight) if isinstance(layer, QuantizedLinear) else kind for layer in chosen}
+    chosen = rollout_layers(net)
+    kinds: set[RolloutKind] = {
+        kind_of(layer.weight) if isinstance(layer, QuantizedLinear) else kind for layer in chosen
+    }
     for each in kinds:
         check_device(each, device)
     copied: list[RolloutLinear] = []
@@ -87,7 +101,7 @@ def use_low_precision_rollouts(net: nn.Module, kind: Kind, device: torch.device)
     return copies
 
 
-def check_device(kind: Kind, device: torch.device) -> None:
+def check_device(kind: RolloutKind, device: torch.device) -> None:
     """Refuse FP8 on GPUs that cannot multiply it."""
     if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))

@@ -8,10 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent.parent
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
@@ -35,7 +37,8 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param("dit", "latents,pixels,vae,vae-diffusers", "images/s", marks=LONG, id="dit"),
         pytest.param("flux", "plain", "s per prompt", marks=SLOW, id="flux-plain"),
         pytest.param("flux", "grpo-sd35,plain-grpo-sd35", "x plain", marks=SLOW, id="flux-flow-grpo"),
-        pytest.param("flux", "parts,full,lora,grpo-flux", "s per prompt", marks=LONG, id="flux"),
+        pytest.param("flux", "lora-fp8-base", "s per prompt", marks=SLOW, id="flux-fp8"),
+        pytest.param("flux", "parts,full,full-fp8,lora,lora-fp8,grpo-flux", "s per prompt", marks=LONG, id="flux"),
         pytest.param(
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
@@ -59,6 +62,7 @@ def test_every_section_writes_results(script: str, sections: str, column: str, t
         assert result.get("images/s", 1) > 0 and result.get("seconds per prompt", 1) > 0
         assert sum(result.get("shares", {"": 1}).values()) == pytest.approx(1)
         assert result.get("recompiled", 0) == 0
+        assert (result.get("8-bit layers", 0) > 0) == ("fp8" in result["section"] or script == "small_gpu")
         if result.get("dtype", "").startswith("float32"):
             assert result["equal tokens"] == 1
 
@@ -89,6 +93,7 @@ def test_settings_of_the_command_line_reach_every_section(tmp_path: Path) -> Non
         tmp_path, "small_gpu", "--tiny", "--sections", "srpo-flux", "--kind", "int8", *settings
     )
     assert "[srpo-flux]" in output and results[-1]["steps"] == 2 and results[-1]["kind"] == "int8"
+    assert results[-1]["8-bit layers"] > 0
 
 
 @pytest.mark.slow
@@ -104,6 +109,38 @@ def test_showo_tokens_are_equal(tmp_path: Path) -> None:
     by_name = {result["name"]: result for result in results}
     assert set(by_name) == {"one by one", "together", "prompt read once", "equal in float32"}, output
     assert by_name["equal in float32"]["of images"] == by_name["equal in float32"]["of steps"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch itself
+def test_showo_tokens_of_the_compiled_network_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    showo: Any = importlib.import_module("showo")
+    results: list[dict[str, Any]] = []
+    case = showo.ShowoCase(showo.tiny_spec(), 2, 2)
+    showo.ShowoBenchmark(case, "compiled", results.append).run_compiled()
+    by_name = {result["name"]: result for result in results}
+    assert set(by_name) == {"prompt read once, compiled", "compiled, equal in float32", "peak"}
+    equal = by_name["compiled, equal in float32"]
+    assert equal["of images"] == equal["of steps"] == 1
+
+    model = case.load(torch.float32)
+    before = showo.Sampled.of(case, model)
+    with torch.no_grad():
+        for p in model.net.parameters():
+            p.copy_(p.flip(0))
+    assert before.equal_shares(case, model)["of steps"] < 0.9  # another network predicts other tokens
+
+
+@pytest.mark.slow
+def test_saving_is_measured_with_room_for_one_checkpoint(tmp_path: Path) -> None:
+    (first, second), output = run_script(tmp_path, "checkpoint_saving", "--gib", "0.01")
+    assert 0.06 < first["gib"] < 0.07, output  # one layer of bf16 weights and int8 moments
+    assert first["gib"] <= first["largest_folder_gib"] < 1.1 * first["gib"]
+    times = {"blocked_seconds_asynchronous", "written_after_seconds"}
+    floors = {"floor_copy_seconds", "floor_write_seconds", "blocked_seconds"}
+    assert times | floors < set(first) and times < set(second) and min(first.values()) > 0
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from tastemaker.cli import diagnose as plan_command
 from tastemaker.config.load import load
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.diagnostics import plan, plan_cache
 from tastemaker.diagnostics.fake_memory import count_flops, trace_peak_bytes
 from tastemaker.diagnostics.fake_run import CLIP_VISION_CONFIG
@@ -25,6 +26,8 @@ from tastemaker.diagnostics.gpu_presets import find_gpu
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.diagnostics.plan_cache import CACHE_FILE, PlanCache
 from tastemaker.models import flux, sd3
+from tastemaker.training import low_precision_linear
+from tastemaker.training.rollout_precision import use_low_precision_rollouts
 
 DEV, MEDIUM = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-medium"
 
@@ -91,6 +94,23 @@ def test_memory_depends_on_dtypes_and_checkpointing() -> None:
     assert other.weights == 2 * plain.weights == other.snapshots
     assert estimate("engine.activation_memory=keep").update_activations > plain.update_activations
     assert estimate("objective.batch_branches=false").update_activations < plain.update_activations
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_networks")
+def test_copies_for_rollouts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_precision_linear, "MIN_WEIGHTS", 256)
+    net = flux.FluxSpec().tiny().load(Placement()).net
+    copies = use_low_precision_rollouts(net, "fp8", torch.device("cpu"))
+    copies.refresh()
+    kept = [x for layer in copies.layers for x in (layer.rollout_weight, layer.rollout_scale)]
+    plain, low = estimate(), estimate("engine.rollout_precision=fp8")
+    assert low.rollout_copies == sum(x.nbytes for x in kept if x is not None) > 0 == plain.rollout_copies
+    assert low.total - plain.total == low.rollout_copies
+    assert estimate("engine.rollout_precision=bf16").rollout_copies == 0  # this is the precision of the run
+    adapter = estimate("tuning={type: lora}", "engine.rollout_precision=fp8")
+    base = estimate("tuning={type: lora}", "engine.rollout_precision=fp8", "engine.base_precision=fp8")
+    assert adapter.rollout_copies == low.rollout_copies and base.rollout_copies == 0
 
 
 @pytest.mark.usefixtures("small_networks")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 from tastemaker.cli import main
 from tastemaker.config.check import find_problems
 from tastemaker.core.registry import ConfigError
+from tastemaker.core.rollout_scope import ROLLOUTS
+from tastemaker.evaluation.scoreboard import measurement
 from tastemaker.evaluation.scoreboard.measurement import Bench
 from tastemaker.evaluation.scoreboard.page import BEGIN_MARK, END_MARK
 from tastemaker.evaluation.scoreboard.plan import (
@@ -75,13 +78,15 @@ def result(toys: Path, key: str) -> dict[str, Any]:
     return data
 
 
-def test_every_cell_of_the_playground_plan_is_valid() -> None:
-    plan, invalid = load_plan("playground"), {}
-    for cell in plan.cells:
-        config = plan.config(cell)
-        problems = find_problems(with_shuffled_rewards(config), 1)
-        if problems or not isinstance(plan.process(plan.cells[cell].family), config.model.process_type):
-            invalid[cell] = problems
+def test_every_cell_of_every_plan_is_valid() -> None:
+    invalid = {}
+    for name in ("playground", str(ROOT / "bench" / "low_precision.yaml")):
+        plan = load_plan(name)
+        for cell in plan.cells:
+            config = plan.config(cell)
+            problems = find_problems(with_shuffled_rewards(config), 1)
+            if problems or not isinstance(plan.process(plan.cells[cell].family), config.model.process_type):
+                invalid[cell] = problems
     assert not invalid
 
 
@@ -153,13 +158,30 @@ def test_invalid_options_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_bench_measures_all_cells_and_continues_after_a_failure(toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def precisions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether network calls could be in the precision of rollouts, for each evaluation of a bench."""
+    found, evaluate = list[bool](), measurement.evaluate
+
+    def recorded(*arguments: Any) -> Iterator[Any]:
+        with ROLLOUTS.calls():
+            found.append(ROLLOUTS.active)
+        yield from evaluate(*arguments)
+
+    monkeypatch.setattr(measurement, "evaluate", recorded)
+    return found
+
+
+def test_bench_measures_all_cells_and_continues_after_a_failure(
+    toys: Path, precisions: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
     page = toys.parent / "page.md"
     page.write_text(f"{BEGIN_MARK}\n{END_MARK}\n")
     options = [*QUICK, "--seeds", "0", "--cells", "grpo,gradient,best,broken"]
     assert bench(toys, *options, "--page", str(page)) == 1
     output = capsys.readouterr().err
     assert "broken" not in page.read_text() and "failed: broken-0" in output
+    assert precisions == [False] * 6
     trained, searched = result(toys, "grpo-0"), result(toys, "best-2-0")
     assert set(trained["difference"]) == {"strict", "lenient", "graded"}
     assert trained["training"]["steps"] == 2 and trained["training"]["samples"] == 128

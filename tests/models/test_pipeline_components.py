@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import T5EncoderModel
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
-from tastemaker.models import image_backbone
+from tastemaker.models import image_backbone, pipeline_components
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.flux_kontext import FluxKontextSpec
-from tastemaker.models.pipeline_components import load_tensors, parameters_on_meta
+from tastemaker.models.pipeline_components import PipelineComponents, fill_random, load_tensors, parameters_on_meta
 from tastemaker.models.pretrained import WeightsSource
 from tastemaker.models.qwen_image import QwenImageSpec
 from tastemaker.models.qwen_image_edit import QwenImageEditSpec
@@ -52,6 +53,26 @@ def test_random_weights_have_the_published_size(tmp_path: Path) -> None:
         assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     with pytest.raises(ConfigError, match=r"'a/b'.*TM498"):
         FluxSpec("random:a/b").load(meta)
+
+
+def test_random_text_encoders_are_drawn_on_the_gpu_and_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes minutes for the 5 billion weights of T5-XXL."""
+    devices = []
+
+    def fill_on_cpu(net: nn.Module, source: torch.device, device: torch.device) -> nn.Module:
+        assert all(p.is_meta for p in net.parameters())
+        devices.append((source.type, device.type))
+        return fill_random(net, device, device)
+
+    monkeypatch.setattr(pipeline_components, "fill_random", fill_on_cpu)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    placement = Placement(torch.device("cuda"), torch.bfloat16)
+    published = {"a/b": {"text_encoder": sizes}}
+    components = PipelineComponents("random:a/b", WeightsSource("a/b"), {}, placement, 0, published)
+    net = components.load_encoder("text_encoder", T5EncoderModel)
+    assert devices == [("cuda", "cpu")]
+    assert {(p.device.type, p.dtype) for p in net.parameters()} == {("cpu", torch.bfloat16)}
+    assert net(torch.tensor([[1, 2, 3]])).last_hidden_state.isfinite().all()
 
 
 def test_temporarily_on_device_restores_the_cpu_tensors() -> None:

@@ -21,6 +21,7 @@ from ...config.dump import dataclass_to_dict, to_plain
 from ...config.registries import SEARCHES
 from ...config.schema import RunConfig
 from ...core.registry import ConfigError
+from ...core.rollout_scope import ROLLOUTS
 from ...core.safe_files import read_json
 from ...core.weights import FrozenCopyWeights
 from ...models.weight_files import shipped_weights_path
@@ -240,8 +241,9 @@ def evaluate_run(bench: Bench, job: ScoreboardJob, run: Run, run_dir: Path) -> d
     num_frames = GPU_FRAMES_PER_BATCH if run.engine.device.type == "cuda" else FRAMES_PER_BATCH
     batch_size = max(MIN_BATCH_SIZE, num_frames // (job.num_candidates or 1) // run.policy.model.pixels[0])
     folder = run_dir / "evaluations" / benchmark.name
-    for _ in evaluate(benchmark, sample_fn, scorer, folder, job.key, batch_size):
-        pass
+    with ROLLOUTS.exact():  # cells that differ in engine.rollout_precision are compared in the training precision
+        for _ in evaluate(benchmark, sample_fn, scorer, folder, job.key, batch_size):
+            pass
     report: dict[str, Any] = read_json(folder / REPORT)
     kept = ("benchmark", "prompts", "images", *COST_FIELDS, "scores", "frechet", "diversity")
     return {
