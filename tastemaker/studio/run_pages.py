@@ -48,9 +48,11 @@ def routes(studio: Studio) -> list[Route]:
 
     def render_run(request: Request) -> Response:
         view = RunView(studio, request.path_params["run"])
+        newest_sample = view.newest_sample()  # before the rows, so that what is written meanwhile is sent again
         rows = view.sample_rows()
         context = {
             "run": view.summary,
+            "newest_sample": newest_sample,
             "config_text": view.config_text,
             "environment": view.environment,
             "rows": rows,

@@ -90,7 +90,7 @@ class Machine:
             *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes}", "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.2"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=test"),
-            f"--rdzv-conf=is_host={self.index == 0},last_call_timeout=5,join_timeout=120",
+            f"--rdzv-conf=is_host={self.index == 0},last_call_timeout=5,join_timeout=400",
             *(f"--local-addr={self.address}", "-m", "tastemaker", *arguments),
         ]
         environment = {**environments(1)[0], "GLOO_SOCKET_IFNAME": self.interface, **variables}
