@@ -5,10 +5,13 @@ bf16 instructions are disabled: `engine.precision: auto` chooses fp32 on every C
 
 import gc
 import os
+import random
 import signal
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # read by oneDNN when it is first used
 
+import numpy as np
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -25,6 +28,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:  # by nohup, or as for SIGINT
         signal.signal(number, signal.SIG_DFL)
+
+
+SEED = 20_261_119  # unlike the seeds that tests choose
+
+
+def seed_random_streams(seed: int) -> None:
+    """Seed the global streams, so that no result depends on which tests the worker ran before."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed before the fixtures of a test are made."""
+    seed_random_streams(SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Seed before a test, for which fixtures of its module may have been made before; other numbers than theirs."""
+    seed_random_streams(SEED + 1)
 
 
 def pytest_collection_finish() -> None:

@@ -16,19 +16,24 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from request_deadlines import control_deadlines
 
 Brightness = list[float]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A response; `cut` bytes of it are missing, although its header promises them."""
+    """A response; `cut` bytes of it are missing, although its header promises them.
+
+    The client's timeout passes before a `late` one, whatever it is.
+    """
 
     body: bytes
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     delay: float = 0.0
     cut: int = 0
+    late: bool = False
 
 
 def completion(content: str | None, logprobs: Any = None, finish_reason: str = "stop", **message: Any) -> Reply:
@@ -114,6 +119,10 @@ def serve_judge(stub: JudgeStub) -> Iterator[str]:
         def _reply(self, body: bytes) -> None:
             reply = stub.reply(self.path, self.headers.get("Authorization"), body)
             try:
+                if reply.late:
+                    deadlines.end(self.client_address[1])
+                    self.rfile.read(1)  # until the client has gone
+                    return
                 self.send_response(reply.status)
                 for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
                     self.send_header(name.replace("_", "-"), value)
@@ -125,11 +134,15 @@ def serve_judge(stub: JudgeStub) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # connections beyond it are tried again a second later
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        with control_deadlines() as deadlines:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

@@ -20,11 +20,6 @@ BROWSER = next((path for name in ("chromium", "google-chrome") if (path := shuti
 BROWSER_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def start_studio(root: Path, port: int) -> subprocess.Popen[bytes]:
     """Start the studio, and return when it answers."""
     command = [sys.executable, "-m", "tastemaker", "studio", str(root), "--port", str(port), "--no-browser"]

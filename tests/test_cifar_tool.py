@@ -53,7 +53,7 @@ def test_all_stages_of_cifar_sh_run_tiny(tmp_path: Path) -> None:
     environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT), "CIFAR_HOME": str(tmp_path)}
     script = [str(ROOT / "tools/cifar.sh"), str(data), str(tmp_path / "classifier.safetensors"), str(tmp_path / "out")]
     cpu = ["engine.device=cpu", "engine.precision=fp32"]
-    process = subprocess.run([*script, *cpu], env=environment, capture_output=True, text=True, timeout=400, check=False)
+    process = subprocess.run([*script, *cpu], env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     with tarfile.open(tmp_path / "out/runs.tgz") as file:
         names = file.getnames()

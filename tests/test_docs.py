@@ -83,7 +83,7 @@ def run_python(arguments: list[str], folder: Path) -> str:
     settings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *arguments]
     process = subprocess.run(
-        command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=settings, capture_output=True, text=True, timeout=900, check=False
     )
     assert process.returncode == 0, process.stderr
     return process.stdout

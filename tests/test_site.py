@@ -119,7 +119,7 @@ def find_browser_errors(address: str, folder: Path) -> list[str]:
     errors = []
     for page in PAGES_IN_BROWSER:
         command = [str(BROWSER), *options, "--virtual-time-budget=3000", "--dump-dom", f"{address}/{page}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert "md-content" in done.stdout, page
         errors += [f"{page}: {line}" for line in done.stderr.splitlines() if "CONSOLE" in line]
         # The browser itself requests updates; requests of the page have its address as initiator.

@@ -96,14 +96,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
         encoders = lent_encoders(config.model, backbone, frozen_dtype(config), [*weights.text_encoders.values()])
         stack.enter_context(unset_fake_temporarily())
         recorder = stack.enter_context(NetworkRecorder(weights, backbone, config.engine).installed())
-        existing = [
-            *weights.net.parameters(),
-            *weights.net.buffers(),
-            *(p.grad for p in weights.trainable().values()),
-            *(x for snapshot in weights.snapshot_tensors().values() for x in snapshot.values()),
-            *frozen,
-            *rubric.parameters(),
-        ]
+        existing = [*_resident_tensors(weights), *frozen, *rubric.parameters()]
         guidance = config.guidance
         model = config.process.wrap_guidance(backbone, guidance) if guidance and guidance.scale != 1 else backbone
         policy = Policy(model, config.process, weights)
@@ -145,6 +138,13 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             collect_batch=max([call.rows for call in collected] + [pool.rows if pool else 0]),
             update_batch=max((call.rows for call in updated if call.grad), default=0),
         )
+
+
+def _resident_tensors(weights: Weights) -> list[Tensor]:
+    """The network, its gradients and the snapshots of its weights."""
+    gradients = [p.grad for p in weights.trainable().values() if p.grad is not None]
+    snapshots = [x for snapshot in weights.snapshot_tensors().values() for x in snapshot.values()]
+    return [*weights.net.parameters(), *weights.net.buffers(), *gradients, *snapshots]
 
 
 def prepare_network(weights: Weights, engine: EngineConfig) -> list[nn.Linear]:

@@ -241,8 +241,7 @@ def suggest_savings(
     if (quantized := _with_quantized_base(config)) is not None:
         config = quantized
         other = estimate_fn(config, world_size)
-        estimate = replace(_with_activations_of(estimate, other), weights=other.weights)
-        estimate = replace(estimate, rollout_copies=other.rollout_copies)
+        estimate = _with_weights_of(_with_activations_of(estimate, other), other)
         yield "engine.base_precision=int8", estimate.total
     if isinstance(config.objective, SRPO) and config.objective.batch_branches and len(config.objective.branches) > 1:
         estimate = replace(estimate, update_activations=estimate.update_activations / 2)
@@ -255,9 +254,18 @@ def suggest_savings(
         estimate = _with_activations_of(estimate, estimate_fn(fewer, world_size))
         yield f"model.frames={fewer.model.frames}", estimate.total
     if world_size == 1:
-        ranks = next((n for n in RANK_COUNTS if _shard(estimate, n).total <= gpu_bytes), RANK_COUNTS[-1])
-        command = f"engine.strategy=fsdp on {ranks} GPUs, with torchrun --nproc-per-node={ranks}"
-        yield f"{command} (approximate)", _shard(estimate, ranks).total
+        yield _sharding_that_fits(estimate, gpu_bytes)
+
+
+def _with_weights_of(estimate: ResourceEstimate, other: ResourceEstimate) -> ResourceEstimate:
+    return replace(estimate, weights=other.weights, rollout_copies=other.rollout_copies)
+
+
+def _sharding_that_fits(estimate: ResourceEstimate, gpu_bytes: float) -> Saving:
+    """The fewest GPUs among which the run fits, or the most that are considered."""
+    ranks = next((n for n in RANK_COUNTS if _shard(estimate, n).total <= gpu_bytes), RANK_COUNTS[-1])
+    command = f"engine.strategy=fsdp on {ranks} GPUs, with torchrun --nproc-per-node={ranks}"
+    return f"{command} (approximate)", _shard(estimate, ranks).total
 
 
 def _embeds_prompts(config: RunConfig) -> bool:

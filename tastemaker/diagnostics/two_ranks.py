@@ -43,10 +43,17 @@ def run_first_step(config: RunConfig) -> tuple[tuple[float, float] | None, str]:
 
 def _launch(recipe: Path, result: Path) -> str:
     """Start both ranks and wait for them; returns the problem, if any. Faster than torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-P", "-m", __name__, str(recipe), str(result), *IMPORTED_MODULES]
+    with socket.socket() as holder:
+        # Bound until the ranks have ended, so that no other process is given this port before the first rank, whose
+        # store sets SO_REUSEADDR too, listens there.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        return _run_ranks(command, holder.getsockname()[1], result)
+
+
+def _run_ranks(command: Sequence[str], port: int, result: Path) -> str:
+    """Run a command as both ranks, which meet at a port; returns the problem, if any."""
     ranks = [
         subprocess.Popen(command, env=_rank_environment(rank, port), stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from .run_charts import list_charts
 from .run_view import RunView
+from .sample_pages import read_number
 
 if TYPE_CHECKING:
     from .app import Studio
@@ -29,17 +30,21 @@ Events = list[tuple[str, Any]]  # names and data
 
 
 class RunFeed:
-    """What one browser has seen of some runs, and what is new for it."""
+    """What one browser has seen of some runs, and what is new for it.
 
-    def __init__(self, studio: Studio, ids: Sequence[str], known_samples: bool) -> None:
+    Samples up to the version `newest_sample` are on its page already. Those that were written after the page was
+    rendered are new, also if they were there before the stream began.
+    """
+
+    def __init__(self, studio: Studio, ids: Sequence[str], newest_sample: int = -1) -> None:
         self.studio, self.ids = studio, tuple(ids)
         self._sent: dict[str, tuple[int, int, int, float]] = {}  # by series: generation, stride, points, last value
         self._charts: tuple[str, ...] = ()
         self._states: dict[str, Any] = {}
         self._samples: dict[str, dict[int, int]] = {}  # versions of grids by run and step
-        if known_samples:
-            for id in self.ids:
-                self._samples[id] = _versions(studio, id)
+        for id in self.ids:
+            versions = _versions(studio, id)
+            self._samples[id] = {step: version for step, version in versions.items() if version <= newest_sample}
 
     def collect(self) -> Events:
         """Return the events since the last call."""
@@ -112,7 +117,8 @@ def routes(studio: Studio) -> list[Route]:
             raise HTTPException(400, f"name 1 to {MAX_RUNS} runs as run=... [TM1375]")
         if num_streams >= MAX_STREAMS:
             raise HTTPException(503, "too many pages are open; close some of them [TM1376]")
-        feed = await run_in_threadpool(RunFeed, studio, ids, request.query_params.get("samples") == "known")
+        newest_sample = read_number(request, "samples") if "samples" in request.query_params else -1
+        feed = await run_in_threadpool(RunFeed, studio, ids, newest_sample)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(send_events(feed), media_type="text/event-stream", headers=headers)
 

@@ -37,8 +37,7 @@ def routes(studio: Studio) -> list[Route]:
         template = "runs_list.html" if "fragment" in request.query_params else "runs.html"
         response = studio.render(request, template, {"root": studio.options.runs, "states": STATES, **context})
         # A page that asks again every few seconds gets nothing if nothing has changed.
-        tag = f'"{hashlib.sha1(bytes(response.body), usedforsecurity=False).hexdigest()}"'
-        response.headers["ETag"] = tag
+        tag = response.headers["ETag"] = f'"{hashlib.sha1(bytes(response.body), usedforsecurity=False).hexdigest()}"'
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers={"ETag": tag})
         return response
@@ -48,8 +47,9 @@ def routes(studio: Studio) -> list[Route]:
 
     def render_run(request: Request) -> Response:
         view = RunView(studio, request.path_params["run"])
+        context: dict[str, Any] = {"newest_sample": view.newest_sample()}  # what is written from now on is sent again
         rows = view.sample_rows()
-        context = {
+        context |= {
             "run": view.summary,
             "config_text": view.config_text,
             "environment": view.environment,

@@ -112,6 +112,10 @@ class RunView:
     def environment(self) -> Mapping[str, Any]:
         return read_json_text(self._read_text("environment.json"))
 
+    def newest_sample(self) -> int:
+        """Return the version of the samples that were written last; 0 if there are none."""
+        return max((file.version for file in self.studio.index.samples(self.id).grids.values()), default=0)
+
     def sample_rows(self, steps: Sequence[int] | None = None) -> list[SampleRow]:
         """Return the samples of all steps, or of some, the oldest first."""
         grids = self.studio.index.samples(self.id).grids

@@ -49,6 +49,6 @@ def routes(studio: Studio) -> list[Route]:
 def read_number(request: Request, name: str) -> int:
     """Read a whole number from the address."""
     text = request.query_params.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) <= 12):
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise HTTPException(400, f"the address needs a number {name}=... [TM1374]")
     return int(text)

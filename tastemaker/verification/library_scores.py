@@ -64,13 +64,15 @@ class LibraryCase:
     def load(self, model_class: Any) -> Any:
         """The network in 32 bits, as transformers reads it."""
         with silence_libraries():
-            net = model_class.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32)
+            net = model_class.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+            )
         return net.to(self.device).eval()
 
     def process(self, processor_class: Any, images: Sequence[Image.Image], **defaults: Any) -> Any:
         """Pixel values of images by the processor of the folder, or by one with the defaults of the family."""
         if (self.folder / PREPROCESSOR).is_file():
-            processor = processor_class.from_pretrained(self.folder, local_files_only=True)
+            processor = processor_class.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         else:
             processor = processor_class(**defaults)
         return processor(images=list(images), return_tensors="pt").pixel_values.to(self.device)
@@ -87,7 +89,7 @@ def clip_scores(case: LibraryCase) -> Tensor:
         beside = has_tokenizer(case.folder) and not case.spec.tokenizer
         source = case.spec.tokenizer or CLIP_TOKENIZER.hub
         folder = case.folder if beside else folder_of(find_weights(source, CLIP_TOKENIZER))
-        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokens = tokenizer(list(case.prompts), padding=True, truncation=True, max_length=77, return_tensors="pt")
     pixels = case.process(CLIPImageProcessorPil, case.images, **tiny_sizes(case))
     output = case.load(CLIPModel)(pixel_values=pixels, **tokens.to(case.device))

@@ -24,7 +24,7 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
     out = folder / "results.json"
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), *arguments, "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert process.returncode == 0, process.stderr
     assert out.is_file(), process.stdout + process.stderr
     return json.loads(out.read_text(encoding="utf-8")), process.stdout

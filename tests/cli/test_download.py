@@ -144,7 +144,7 @@ def run_download(hub: str, home: Path, *arguments: str, **variables: str) -> tup
     }
     process = subprocess.run(
         [sys.executable, "-m", "tastemaker", "download", *arguments],
-        env=environment, cwd=home, capture_output=True, text=True, timeout=120, check=False,
+        env=environment, cwd=home, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "Traceback" not in process.stderr, process.stderr
     return process.returncode, process.stderr

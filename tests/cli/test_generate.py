@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runner import run_cli
+from free_ports import reserve_port
 
 from tastemaker.cli import EXIT_USAGE
 from tastemaker.config.build import build
@@ -48,10 +48,7 @@ def read_pixels(folder: str) -> torch.Tensor:
 
 def run_on_ranks(count: int, *arguments: str) -> None:
     """Run a command in `count` processes with torchrun's environment variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": str(count)}
     shared |= {**os.environ, **shared, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -61,7 +58,7 @@ def run_on_ranks(count: int, *arguments: str) -> None:
         )
         for rank in range(count)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    outputs = [process.communicate(timeout=300)[1] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
 

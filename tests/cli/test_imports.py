@@ -47,7 +47,7 @@ def run_and_list_modules(folder: Path, *commands: Sequence[str]) -> list[tuple[l
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert process.returncode == 0, process.stderr

@@ -46,7 +46,7 @@ def hostile_directory(tmp_path: Path) -> Path:
 def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_no_file_in_the_working_directory_is_executed(hostile_directory: Path) -> None:

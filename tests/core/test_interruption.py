@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from waiting import handles_signal, wait_until
 
 from tastemaker.core import interruption
 from tastemaker.core.interruption import Interrupted, abandonable_call, current_stop, handle_signals
@@ -51,7 +52,7 @@ def test_request_ends_waits_of_all_threads() -> None:
             thread.start()
         signal.raise_signal(signal.SIGTERM)
         for thread in threads:
-            thread.join(20)
+            thread.join(50)
         with pytest.raises(Interrupted):
             stop.wait(60)
     assert ended == [Interrupted] * 3
@@ -85,8 +86,8 @@ def test_second_ctrl_c_ends_a_process_that_holds_the_interpreter_lock() -> None:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             time.sleep(0.3)
             process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            wait_until(lambda: not handles_signal(process.pid, signal.SIGINT))  # signals sent at once count as one
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == -signal.SIGINT
+            assert process.wait(60) == -signal.SIGINT
         finally:
             process.kill()

@@ -162,7 +162,7 @@ def test_differentiable_host_reward_keeps_its_gradient() -> None:
 
 
 def test_host_rewards_run_concurrently_with_device_rewards() -> None:
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=60)
 
     def wait_for_other(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         barrier.wait()  # passes only if the other reward runs at the same time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import regex
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tastemaker.core.text_layout import clean_text, slugify, truncate_text, wrap_text
@@ -33,7 +33,7 @@ def test_control_characters_and_surrogates_are_removed() -> None:
     assert truncate_text("", 10) == truncate_text("\n\x00", 10) == truncate_text("abcdef", 2) == ""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.text(st.characters(), max_size=80), st.integers(-3, 30), st.integers(1, 3))
 def test_any_text_fits_its_lines(text: str, width: int, lines: int) -> None:
     wrapped = wrap_text(text, width, lines, len)

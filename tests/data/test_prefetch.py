@@ -21,7 +21,7 @@ def test_prefetcher_loads_consecutive_steps_in_advance() -> None:
     ahead = Prefetcher(jobs, list, num_workers=1)
 
     def settled() -> list[int]:
-        wait(ahead.pending.values(), timeout=10)
+        wait(ahead.pending.values(), timeout=60)
         return made
 
     assert ahead.get(BatchShard(0, 2, 0, 1)) == [(0, 2)] * 2 and settled() == [0]

@@ -305,7 +305,7 @@ def test_two_ranks_score_a_folder_like_one(tmp_path: Path) -> None:
     for launcher, out in ((torchrun, "two"), (["-m", "tastemaker"], "one")):
         command = [sys.executable, *launcher, *arguments, "--out", out]
         completed = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
         )
         assert completed.returncode == 0, completed.stderr
     assert (tmp_path / "one" / SCORES).read_text() == (tmp_path / "two" / SCORES).read_text()

@@ -255,7 +255,7 @@ def test_interrupted_bench_resumes(toys: Path) -> None:
     while process.poll() is None and len(list(out.glob("runs/grpo-*/checkpoints/step-*"))) < 2:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    _, output = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=120)
     assert process.returncode == 130 and "to resume" in output
     assert [path.name for path in out.glob("cells/*")] == [f"{baseline_key(toys)}.json"]
     with pytest.raises(SystemExit) as exit_info:

@@ -49,12 +49,12 @@ def demo_command(folder: Path, tastemaker: str = "exit 1") -> list[str]:
 
 def interrupt_when(process: subprocess.Popen[str], when: Callable[[], bool]) -> str:
     """Send SIGINT to the process group as soon as `when()` holds, and return the output."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not when():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    return process.communicate(timeout=60)[0]
+    return process.communicate(timeout=120)[0]
 
 
 def start_process(command: list[str], folder: Path) -> subprocess.Popen[str]:
@@ -71,7 +71,7 @@ def tastemaker(*arguments: str) -> list[str]:
 
 def run_to_completion(command: list[str], folder: Path) -> str:
     process = start_process(command, folder)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=400)[0]
     assert process.returncode == 0, output
     return output
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tastemaker.preferences.votes import (
 
 WRITER = """
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tastemaker.preferences.votes import Vote, VotedSample, VoteLog, now
@@ -62,6 +64,7 @@ def test_votes_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert log.append(vote)
     assert not log.append(pair)  # sent again after a lost answer
     assert read_votes(log.path) == written == log.read() == VoteLog(log.path).read()
+    time.sleep(0.002)  # ids of the same millisecond have no order
     assert [len(vote.id) for vote in written] == [26] * 4 and written[1].id < new_vote_id()
     assert json.loads(log.path.read_text().splitlines()[0])["shown"] == [1, 0]
     assert pair.pairs() == ((0, 1),) and written[1].pairs() == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -112,7 +113,11 @@ def write_evaluation(directory: Path, name: str, score: float, **extra: Any) -> 
     folder = directory / "eval" / name
     folder.mkdir(parents=True)
     report = {"means": {"strict": score}, "by_tag": tasks, **extra}
-    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    file = folder / "report.json"
+    file.write_text(json.dumps(report), encoding="utf-8")
+    # Evaluations are ordered by time, which may be the same for files that are written in quick succession.
+    modified = file.stat().st_mtime + len(list(folder.parent.iterdir()))
+    os.utime(file, (modified, modified))
     return folder
 
 

@@ -90,7 +90,7 @@ def browse(path: Path, *options: str) -> str:
     assert BROWSER
     profile = path.parent / "profile"
     command = [BROWSER, *BROWSER_OPTIONS, f"--user-data-dir={profile}", *options, path.as_uri()]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return process.stdout
 
 

@@ -154,7 +154,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(240)
         assert worker.exitcode == 0
     expected = {i.to_bytes(4, "big"): float(i) for k in range(3) for i in range(100 * k, 100 * k + 50)}
     assert ScoreCache(path, 10_000).get(list(expected)) == expected

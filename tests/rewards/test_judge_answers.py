@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -316,8 +317,9 @@ def test_template_file(tmp_path: Path) -> None:
         "text: Better?\npairwise: true\nanswer: {type: axes, axes: [style]}": "TM2002",
         "text: Better?\nimages: [source]\nanswer: {type: yes_no}": "TM2002",
     }
-    for content, code in wrong.items():
+    for number, (content, code) in enumerate(wrong.items()):
         path.write_text(content)
+        os.utime(path, (number, number))  # a file system may give writes in quick succession the same time
         with pytest.raises(ConfigError, match=code):
             load_template(str(path))
     with pytest.raises(ValueError, match="TM2000"):

@@ -19,6 +19,8 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from free_ports import reserve_port
+from request_deadlines import RequestDeadlines, control_deadlines
 from reward_server import CPU, PIXELS, PROMPTS, FunctionReward, run_service, score_locally, serve_on_free_port
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def serve_rewards(*texts: str) -> RewardService:
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    with urlopen(f"{url}/metrics", timeout=20) as response:
+    with urlopen(f"{url}/metrics", timeout=60) as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = response.read().decode().splitlines()
     return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
@@ -83,12 +85,12 @@ def test_a_batch_waits_for_other_clients() -> None:
         return pixels.mean((1, 2, 3, 4))
 
     spec = FunctionReward(count, batch_size=3)
-    queue = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU, max_wait=20.0)
+    queue = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU, max_wait=120.0)
     requests = [ScoreRequest(IMAGES[k : k + 1], ("",), ({},)) for k in range(3)]
     cancelled = queue.submit(requests[0])
     cancelled.cancel()  # an empty queue after that does not end the thread
     futures = [queue.submit(request) for request in requests]
-    scores = [future.result(10) for future in futures]  # a full batch does not wait
+    scores = [future.result(60) for future in futures]  # a full batch does not wait
     queue.close()
     assert sizes == [3] and scores == [[pytest.approx(float(image.mean()))] for image in IMAGES[:3]]
 
@@ -100,7 +102,7 @@ def test_requests_go_to_the_least_loaded_replica() -> None:
     def make(name: str) -> FunctionReward:
         def score(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
             counts[name] += 1
-            barrier.wait(20)
+            barrier.wait(60)
             return pixels.mean((1, 2, 3, 4))
 
         return FunctionReward(score, batch_size=1)
@@ -111,44 +113,48 @@ def test_requests_go_to_the_least_loaded_replica() -> None:
     assert counts == {"a": 2, "b": 2}
 
 
-def hang_up(connection: socket.socket) -> None:
+Answer = Callable[[socket.socket, RequestDeadlines], None]
+
+
+def hang_up(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     pass
 
 
-def answer_in_part(connection: socket.socket) -> None:
+def answer_in_part(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"scores": [0.1, ')
 
 
-def cut_status_line(connection: socket.socket) -> None:
+def cut_status_line(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     connection.sendall(b"HTTP/1.1 2")
 
 
-def cut_after_status(connection: socket.socket) -> None:
+def cut_after_status(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     connection.sendall(b"HTTP/1.1 200 O")
 
 
-def cut_header(connection: socket.socket) -> None:
+def cut_header(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Le")
 
 
-def cut_body_of_unknown_length(connection: socket.socket) -> None:
+def cut_body_of_unknown_length(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     connection.sendall(b'HTTP/1.0 200 OK\r\n\r\n{"scores": [0.1, ')
 
 
-def fail(connection: socket.socket) -> None:
+def fail(connection: socket.socket, deadlines: RequestDeadlines) -> None:
     connection.sendall(b"HTTP/1.1 500 X\r\nContent-Length: 2\r\n\r\n{}")
 
 
-def answer_late(connection: socket.socket) -> None:
+def answer_late(connection: socket.socket, deadlines: RequestDeadlines) -> None:
+    deadlines.end(connection.getpeername()[1])
     with suppress(OSError):
         connection.recv(1)  # until the client leaves
 
 
 @contextmanager
-def break_server(url: str, answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[bytes]]]:
+def break_server(url: str, answer: Answer) -> Iterator[tuple[str, list[bytes]]]:
     """A replica whose /version is that of a real server, and which answers scores in its own way."""
     requests: list[bytes] = []
-    with urlopen(f"{url}/version", timeout=20) as response:
+    with urlopen(f"{url}/version", timeout=60) as response:
         version = response.read()
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -159,7 +165,7 @@ def break_server(url: str, answer: Callable[[socket.socket], None]) -> Iterator[
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(version), version))
             else:
                 requests.append(request)
-                answer(connection)
+                answer(connection, deadlines)
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(10**6):
                 pass
@@ -173,10 +179,11 @@ def break_server(url: str, answer: Callable[[socket.socket], None]) -> Iterator[
     thread = threading.Thread(target=accept)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}", requests
+        with control_deadlines() as deadlines:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}", requests
     finally:
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(20)
+        thread.join(60)
         server.close()
 
 
@@ -184,9 +191,9 @@ CUT_OFF = [cut_status_line, cut_after_status, cut_header, cut_body_of_unknown_le
 
 
 @pytest.mark.parametrize("answer", [hang_up, answer_in_part, *CUT_OFF, fail, answer_late])
-def test_another_replica_takes_over(answer: Callable[[socket.socket], None]) -> None:
+def test_another_replica_takes_over(answer: Answer) -> None:
     with serve_on_free_port(ColorReward()) as good, break_server(good, answer) as (bad, requests):
-        remote = RemoteReward((bad, good), batch_size=1, retry_delay=0.01, timeout=0.5, max_retries=20)
+        remote = RemoteReward((bad, good), batch_size=1, retry_delay=0.01, max_retries=20)
         scorer, expected = remote.load(Placement()), score_locally(ColorReward(), IMAGES)
         for _ in range(3):
             assert scorer.score(IMAGES, PROMPTS, [{}] * 5).equal(expected)
@@ -200,11 +207,12 @@ def test_a_replica_with_another_reward_is_refused_also_after_a_restart() -> None
         pytest.raises(RewardError, match="TM2053"),
     ):
         RemoteReward((first, second)).load(Placement())
-    with serve_on_free_port(BrightnessReward(0.3)) as url:
+    port = reserve_port()
+    with serve_on_free_port(BrightnessReward(0.3), port=port) as url:
         scorer = RemoteReward(url, retry_delay=0.01).load(Placement())
         scorer.score(IMAGES, PROMPTS, [{}] * 5)
     with (
-        serve_on_free_port(BrightnessReward(0.4), port=int(url.rsplit(":", 1)[1])),
+        serve_on_free_port(BrightnessReward(0.4), port=port),
         pytest.raises(RewardError, match="TM2053"),
     ):
         scorer.score(IMAGES, PROMPTS, [{}] * 5)
@@ -230,14 +238,6 @@ def wait_for_server(url: str) -> None:
         time.sleep(0.1)
 
 
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in taken]
-    for each in taken:
-        each.close()
-    return ports
-
-
 @pytest.mark.parametrize(
     ("num_clients", "num_requests"),
     [
@@ -250,7 +250,7 @@ def test_no_score_is_wrong_lost_or_duplicated_when_a_replica_is_killed(num_clien
 
     The last third of the requests waits for the restarted server, so that it gets some of them.
     """
-    ports = free_ports(2)
+    ports = [reserve_port(), reserve_port()]
     servers, urls = [start_server(port) for port in ports], tuple(f"http://127.0.0.1:{port}" for port in ports)
     pixels = torch.rand(num_requests, 1, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     prompts = [PROMPTS[k % len(PROMPTS)] for k in range(num_requests)]
@@ -282,7 +282,7 @@ def test_no_score_is_wrong_lost_or_duplicated_when_a_replica_is_killed(num_clien
             for _ in range(num_requests // 3):
                 assert answered.acquire(timeout=120)
             servers[0].send_signal(signal.SIGKILL)
-            servers[0].wait(20)
+            servers[0].wait(60)
             servers[0] = start_server(ports[0])
             wait_for_server(urls[0])
             restarted.set()
@@ -293,7 +293,7 @@ def test_no_score_is_wrong_lost_or_duplicated_when_a_replica_is_killed(num_clien
     finally:
         for server in servers:
             server.kill()
-            server.wait(20)
+            server.wait(60)
     assert sorted(answers) == list(range(num_requests)) and all(len(each) == 1 for each in answers.values())
     wrong = [
         k

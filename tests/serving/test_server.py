@@ -26,7 +26,7 @@ from tastemaker.serving.server import describe_reward
 
 
 def send(url: str, path: str, kind: str = "", body: bytes = b"", **headers: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     headers |= {"Content-Type": kind} if kind else {}
     connection.request("POST" if kind else "GET", path, body or None, headers)
     response = connection.getresponse()
@@ -100,7 +100,7 @@ def test_pending_requests_of_one_size_are_batched() -> None:
     def slow(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         sizes.append((len(pixels), pixels.shape[-1]))
         begun.set()
-        assert go.wait(20)
+        assert go.wait(60)
         return pixels.mean((1, 2, 3, 4))
 
     def request(rows: int, side: int) -> ScoreRequest:
@@ -109,12 +109,12 @@ def test_pending_requests_of_one_size_are_batched() -> None:
     spec = FunctionReward(slow, batch_size=4)
     queue = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
     first = queue.submit(request(1, 4))
-    assert begun.wait(20)
+    assert begun.wait(60)
     requests = [request(*sizes) for sizes in [(2, 4), (1, 8), (2, 4), (1, 4)]]
     futures = [queue.submit(each) for each in requests]
     assert queue.num_pending() == 4
     go.set()
-    results = [future.result(20) for future in futures]
+    results = [future.result(60) for future in futures]
     queue.close()
     assert first.done() and sizes == [(1, 4), (4, 4), (1, 8), (1, 4)]
     for each, scores in zip(requests, results, strict=True):
@@ -126,7 +126,7 @@ def test_failing_request_does_not_fail_its_batch() -> None:
 
     def picky(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         begun.set()
-        assert go.wait(20)
+        assert go.wait(60)
         if "bad" in prompts:
             raise ValueError("this prompt cannot be judged")
         return pixels.mean((1, 2, 3, 4))
@@ -134,12 +134,12 @@ def test_failing_request_does_not_fail_its_batch() -> None:
     spec = FunctionReward(picky)
     queue = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
     first = queue.submit(ScoreRequest(PIXELS[:1, :1], ("good",), ({},)))
-    assert begun.wait(20)
+    assert begun.wait(60)
     bad = queue.submit(ScoreRequest(PIXELS[:1, :1], ("bad",), ({},)))
     good = queue.submit(ScoreRequest(PIXELS[1:2, :1], ("good",), ({},)))
     go.set()
-    assert len(first.result(20)) == len(good.result(20)) == 1
-    assert "cannot be judged" in str(bad.exception(20))
+    assert len(first.result(60)) == len(good.result(60)) == 1
+    assert "cannot be judged" in str(bad.exception(60))
     queue.close()
 
 
@@ -148,7 +148,7 @@ def test_full_queue_refuses_requests() -> None:
 
     def slow(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         begun.set()
-        assert go.wait(20)
+        assert go.wait(60)
         return pixels.mean((1, 2, 3, 4))
 
     kind, body = encode_request(ScoreRequest(PIXELS[:, :1], PROMPTS, ({},) * 5), "npz")
@@ -156,14 +156,14 @@ def test_full_queue_refuses_requests() -> None:
         responses: list[Any] = []
         client = threading.Thread(target=lambda: responses.append(send(url, "/score", kind, body)))
         client.start()
-        assert begun.wait(20)
+        assert begun.wait(60)
         status, response = send(url, "/score", kind, body)
         with pytest.raises(RewardError, match=r"status 429.*TM727"):
             score_locally(RemoteReward(url, max_retries=0))
         go.set()
         assert status == 429 and "TM1013" in response["error"]
         assert send(url, "/health")[0] == 200
-        client.join(20)
+        client.join(60)
         assert responses[0][0] == 200
         for _ in range(20):
             assert send(url, "/score", kind, body)[0] == 200  # the place is free again as soon as there is an answer

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from fake_runs import write_fake_run
-from studio_process import BROWSER, end_all, free_port, open_browser, start_studio
+from free_ports import reserve_port
+from studio_process import BROWSER, end_all, open_browser, start_studio
 from voting_pictures import write_pictures
 
 from tastemaker.preferences.sessions import Session, create_session, load_session, next_ballots, record_vote
@@ -102,10 +103,11 @@ def wait(page: Any, expression: str) -> None:
 def test_kill_9_of_the_studio_loses_no_vote(tmp_path: Path) -> None:
     """Votes that the page has shown as saved are in the log; those cast while nothing answers are sent later."""
     runs = tmp_path / "runs"
-    session, port = make_votes(runs, "taste"), free_port()
+    session, port = make_votes(runs, "taste"), reserve_port()
     process = start_studio(runs, port)
     images = "[...document.querySelectorAll('#ballot:not([hidden]) #stage img')]"
     loaded = f"{images}.filter(each => each.complete && each.naturalWidth).length == 2"
+    fetched = "{}.every(n => performance.getEntriesByType('resource').some(e => e.name.endsWith('/samples/' + n)))"
     counted = "document.getElementById('count').textContent.startsWith('{} of')"
     try:
         with open_browser() as context:
@@ -119,6 +121,7 @@ def test_kill_9_of_the_studio_loses_no_vote(tmp_path: Path) -> None:
                 if number in (3, 7):
                     if number == 3:  # everything so far was acknowledged
                         wait(page, "document.getElementById('saved').textContent == 'saved'")
+                    wait(page, fetched.format(list(session.schedule[number + 1])))  # the next pair needs no studio
                     process.kill()
                     process.wait()
                     assert number == 7 or len(read_votes(session.directory)) == 3
@@ -243,7 +246,7 @@ def test_hostile_prompts_names_and_voters_are_text_on_every_page(
             prompts_shown = set()
             page.goto(f"{address}votes/pairs")
             for _ in range(4):
-                wait(page, "document.getElementById('prompt').textContent != ''")
+                wait(page, "!document.getElementById('ballot').hidden")
                 prompts_shown.add(page.inner_text("#prompt"))
                 page.keyboard.press("s")
                 page.wait_for_timeout(100)

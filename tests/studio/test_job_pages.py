@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import reserve_port
 from starlette.testclient import TestClient
-from studio_process import end_all, free_port, start_studio
+from studio_process import end_all, start_studio
 
 from tastemaker.studio.app import Studio, StudioOptions, create_app
 from tastemaker.studio.config_worker import answer
@@ -188,10 +189,11 @@ def test_in_a_browser_a_run_is_configured_started_and_stopped_after_kill_9_of_th
     browsers = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'tastemaker[test]'")
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs /usr/bin/chromium")
-    port = free_port()
+    port = reserve_port()
     process = start_studio(tmp_path, port)
     address, patience = f"http://127.0.0.1:{port}", 300_000
     expect = browsers.expect
+    expect.set_options(timeout=patience)
     try:
         with browsers.sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from tastemaker.core.errors import ConfigError
 from tastemaker.studio import job_queue
@@ -64,20 +65,13 @@ def end_jobs(queue: JobQueue) -> None:
                 os.killpg(job.pid, signal.SIGKILL)
 
 
-def wait_for(queue: JobQueue, id: str, *states: str, seconds: float = 60) -> Job:
+def wait_for(queue: JobQueue, id: str, *states: str, seconds: float = 120) -> Job:
     deadline = time.monotonic() + seconds
     while (job := queue.find(id)).state not in states:
         assert time.monotonic() < deadline, f"{job}\n{queue.log_file(id).read_text()}"
         queue.advance()
         time.sleep(0.02)
     return job
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_one_job_runs_per_device_and_the_next_starts_when_it_ends(queue: JobQueue, tmp_path: Path) -> None:
@@ -231,7 +225,8 @@ def test_a_real_run_is_stopped_resumed_and_extended(tmp_path: Path) -> None:
     id = queue.submit("train", ["train", "grpo-toy-flow", *settings], run, "cpu")
     try:
         wait_for(queue, id, "running")
-        wait_until((run / "metrics.jsonl").is_file, 300)
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and b"\n" in metrics.read_bytes(), 300)
         with pytest.raises(ConfigError, match="TM1436"):
             queue.resume(run)
         queue.stop_run(run)

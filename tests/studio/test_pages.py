@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from tastemaker.core.errors import ConfigError
 from tastemaker.studio import access
 from tastemaker.studio.app import StudioOptions, create_app
 from tastemaker.studio.events import RunFeed
+from tastemaker.studio.run_view import RunView
 from tastemaker.studio.server import StudioServerOptions, choose_token, prepare_server, serve_studio
 
 SCRIPT = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
@@ -230,7 +233,7 @@ def test_large_requests_are_refused(client: TestClient, monkeypatch: pytest.Monk
 def test_feed_sends_what_is_new(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "good", tmp_path / "good")
     studio = create_app(StudioOptions(tmp_path)).state.studio
-    feed = RunFeed(studio, ["good"], known_samples=True)
+    feed = RunFeed(studio, ["good"], RunView(studio, "good").newest_sample())
     first = dict(feed.collect())
     titles = [chart["title"] for chart in first["charts"]]
     assert titles[0] == "training reward" and "color, held out" in titles and "KL to the reference" in titles
@@ -246,11 +249,25 @@ def test_feed_sends_what_is_new(runs: Path, tmp_path: Path) -> None:
     assert second["samples"] == {"run": 0, "steps": [61]} and second["state"]["step"] == 61 and "charts" not in second
 
 
+def test_samples_are_sent_that_are_written_between_a_page_and_its_stream(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "good", tmp_path / "good")
+    app = create_app(StudioOptions(tmp_path))
+    with TestClient(app, base_url="http://localhost") as client:
+        (newest,) = re.findall(r'data-newest-sample="(\d+)"', client.get("/runs/good").text)
+    file = tmp_path / "good/samples/step-000061.json"
+    file.write_bytes(file.with_name("step-000060.json").read_bytes().replace(b'"step": 60', b'"step": 61'))
+    moment = int(newest) / 1000 + 5
+    os.utime(file, (moment, moment))
+    feed = RunFeed(app.state.studio, ["good"], int(newest))
+    assert dict(feed.collect())["samples"] == {"run": 0, "steps": [61]} and feed.collect() == []
+    assert dict(RunFeed(app.state.studio, ["good"]).collect())["samples"]["steps"][-2:] == [60, 61]
+
+
 def test_events_arrive_over_a_socket_while_a_run_writes(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "good", tmp_path / "good")
     with serve_studio(StudioServerOptions(tmp_path, port=0)) as url:
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-        connection.request("GET", "/events/runs?run=good&samples=known")
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+        connection.request("GET", "/events/runs?run=good&samples=0")
         response = connection.getresponse()
         assert response.headers["content-type"].startswith("text/event-stream")
         wait_for(response, b'"step":60')
@@ -261,7 +278,7 @@ def test_events_arrive_over_a_socket_while_a_run_writes(runs: Path, tmp_path: Pa
 
 
 def wait_for(response: http.client.HTTPResponse, text: bytes) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if text in response.fp.readline():
             return

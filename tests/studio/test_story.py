@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from free_ports import reserve_port
 from PIL import Image
-from studio_process import BROWSER, end_all, free_port, open_browser, start_studio
+from studio_process import BROWSER, end_all, open_browser, start_studio
 
 from tastemaker.core.randomness import Randomness
 from tastemaker.playground.captions import sample_split_captions
@@ -45,7 +46,7 @@ FAST = "\n".join(("batch.prompts=16", "guard.prompts=4", "sample.every=0", "opti
 def studio(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     root = tmp_path / "runs"
     root.mkdir()
-    port = free_port()
+    port = reserve_port()
     process = start_studio(root, port)
     yield root, f"http://127.0.0.1:{port}"
     end_all(root, process)
@@ -57,6 +58,7 @@ class Story:
     def __init__(self, page: Any, address: str, root: Path) -> None:
         self.page, self.address, self.root = page, address, root
         self.expect = playwright_api.expect
+        self.expect.set_options(timeout=PATIENCE)
         self.rates: dict[str, float] = {}
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -64,6 +66,9 @@ class Story:
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain for {what}: {self.page.inner_text('main')[:600]}"
             self.page.wait_for_timeout(25)
+
+    def wait_for_jobs(self) -> None:
+        self.wait(lambda: all(job.state in ENDED for job in JobQueue(self.root).jobs()), "the end of the jobs")
 
     def start_run(self) -> None:
         page = self.page
@@ -96,9 +101,9 @@ class Story:
         place = "[document.activeElement.dataset.step, document.activeElement.dataset.index].join()"
         for key, expected in (("ArrowDown", "2,0"), ("ArrowRight", "2,1"), ("ArrowDown", "0,1"), ("PageUp", "4,1")):
             page.keyboard.press(key)
-            assert page.evaluate(place) == expected, key
+            self.wait(lambda expected=expected: page.evaluate(place) == expected, f"{key} to {expected}")
         page.keyboard.press("Enter")
-        assert page.locator("#zoom").is_visible()
+        page.locator("#zoom").wait_for()
         page.keyboard.press("Escape")
 
     def compare_runs(self) -> None:
@@ -108,6 +113,7 @@ class Story:
             page.get_by_label(f"Compare {name}", exact=True).check()
         page.get_by_role("button", name="Compare").click()
         page.locator("#rows tr").first.wait_for()
+        page.wait_for_load_state()
         assert page.locator("#rows tr").first.locator(".cell").count() == 2
         page.locator(".chart polyline.run-2").first.wait_for(state="attached")
 
@@ -138,12 +144,11 @@ class Story:
     def vote(self, count: int) -> None:
         """Vote on pairs with the keys of the page."""
         page, saved = self.page, ""
-        loaded = (
-            "[...document.querySelectorAll('#stage img')].filter(each => each.complete && each.naturalWidth).length"
-        )
+        images = "[...document.querySelectorAll('#ballot:not([hidden]) #stage img')]"
+        loaded = f"{images}.filter(each => each.complete && each.naturalWidth).length"
+        shown = f"{images}.map(each => new URL(each.src).pathname)"
         for number in range(count):
             self.wait(lambda: page.evaluate(loaded) == 2, f"pair {number}")
-            shown = "[...document.querySelectorAll('#stage img')].map(each => new URL(each.src).pathname)"
             sources, prompt = page.evaluate(shown), page.inner_text("#prompt")
             assert sources != saved  # the next pair is there at once
             left, right = (self.rate(each, prompt) for each in sources)
@@ -181,7 +186,8 @@ class Story:
         page = self.page
         page.click("#vote-blind")  # the page remembers the voter
         self.vote(20)
-        page.click("text=Show the result")
+        with page.expect_navigation():
+            page.click("text=Show the result")
         session = load_session(self.root / "aligned/evaluation")
         votes = read_votes(session.directory)
         wins = sum(0.5 if isinstance(each.choice, str) else float(each.choice or 0) for each in votes)
@@ -206,6 +212,7 @@ def test_a_person_teaches_a_model_their_taste_in_the_browser(studio: tuple[Path,
         for name, act in (
             ("start", story.start_run),
             ("watch", story.watch_run),
+            ("end", story.wait_for_jobs),
             ("copy", lambda: shutil.copytree(root / "first", root / "second")),
             ("compare", story.compare_runs),
             ("samples", lambda: story.make_vote(list(dict.fromkeys(captions))[:NUM_PROMPTS])),
@@ -220,6 +227,6 @@ def test_a_person_teaches_a_model_their_taste_in_the_browser(studio: tuple[Path,
         print(times)
         assert not context.refused and not problems
         # The blind vote opens as soon as its samples are there; the process that made them ends a little later.
-        story.wait(lambda: all(job.state in ENDED for job in JobQueue(root).jobs()), "the end of the jobs")
+        story.wait_for_jobs()
     assert len(read_votes(root / ".studio/votes/taste")) == NUM_VOTES
     assert {job.state for job in JobQueue(root).jobs()} == {"done"}

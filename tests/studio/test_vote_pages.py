@@ -174,7 +174,7 @@ def serve(runs: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.slow
@@ -187,6 +187,7 @@ def test_twelve_votes_by_keyboard_with_undo_and_a_lost_connection(tmp_path: Path
     with serve(runs) as address, sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page()
+        page.set_default_timeout(120_000)
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if "Security" in message.text else None)
@@ -196,15 +197,17 @@ def test_twelve_votes_by_keyboard_with_undo_and_a_lost_connection(tmp_path: Path
         page.keyboard.press("Enter")
 
         def wait(expression: str) -> None:  # wait_for_function needs eval, which the pages forbid
-            for _ in range(600):
+            for _ in range(2400):
                 if page.evaluate(expression):
                     return
                 time.sleep(0.05)
             raise AssertionError(f"waited in vain for {expression}; {page.inner_text('main')}")
 
         def samples() -> list[int]:
-            wait("(all => all.length == 2 && all.every(e => e.complete))([...document.querySelectorAll('#stage img')])")
-            return [int(each.get_attribute("src").rpartition("/")[2]) for each in page.query_selector_all("#stage img")]
+            # Without a next ballot the stage is hidden, and holds the images of the one before.
+            shown = "#ballot:not([hidden]) #stage img"
+            wait(f"(all => all.length == 2 && all.every(e => e.complete))([...document.querySelectorAll('{shown}')])")
+            return [int(each.get_attribute("src").rpartition("/")[2]) for each in page.query_selector_all(shown)]
 
         def count(votes: int) -> None:
             wait(f"document.getElementById('count').textContent.startsWith('{votes} of')")
@@ -223,8 +226,8 @@ def test_twelve_votes_by_keyboard_with_undo_and_a_lost_connection(tmp_path: Path
                 count(6)
             if k == 8:  # the connection is lost: the vote waits on the page
                 count(9)
-                page.context.set_offline(True)
                 left, right = samples()
+                page.context.set_offline(True)
                 page.keyboard.press("1" if red[left] > red[right] else "2")
                 wait("document.getElementById('saved').textContent.startsWith('No connection')")
                 assert len(read_votes(session.directory)) == 9
@@ -234,7 +237,8 @@ def test_twelve_votes_by_keyboard_with_undo_and_a_lost_connection(tmp_path: Path
         assert len(read_votes(session.directory)) == 13
         page.goto(f"{address}/votes/taste/result")
         assert "secretafter" not in page.inner_text("main")
-        page.click("text=End the vote")
+        with page.expect_navigation():
+            page.click("text=End the vote")
         text = page.inner_text("main")
         assert "preferred secretafter in 100 % of 13 pairs" in text and "you can stop voting" in text
         assert not errors

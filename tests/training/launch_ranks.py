@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fork_server import ForkedProcess
+from free_ports import reserve_port
 
 HERE = Path(__file__).parent
 SETTINGS = ["sample.every=0", "checkpoint.every=1"]
@@ -35,14 +35,11 @@ def start(command: Sequence[str], environment: dict[str, str], *, new_interprete
 
 def environments(ranks: int) -> list[dict[str, str]]:
     """Return the environment that torchrun would set for each rank; for one rank, only PYTHONPATH."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     paths = os.pathsep.join([str(HERE.parent.parent), *sys.path])
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     if ranks == 1:
         return [shared]
-    shared |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
@@ -55,13 +52,13 @@ def on_ranks(count: int, *arguments: str) -> None:
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)  # in case it waits for a rank that failed
         for process in processes:
-            errors = process.communicate(timeout=240)[1]
+            errors = process.communicate(timeout=600)[1]
             assert process.returncode == 0, errors
 
 
 def finish(processes: Sequence[Process]) -> None:
     for process in processes:
-        errors = process.communicate(timeout=240)[1]
+        errors = process.communicate(timeout=600)[1]
         assert process.returncode == 0, errors
 
 
@@ -71,7 +68,7 @@ def report(script: str, directory: Path, world_size: int, *arguments: str) -> li
     for rank in range(world_size):
         command = [sys.executable, str(HERE / script), str(directory), str(rank), str(world_size), *arguments]
         processes.append(ForkedProcess(command, env=environments(1)[0]))
-    errors = [process.communicate(timeout=180)[1] for process in processes]
+    errors = [process.communicate(timeout=600)[1] for process in processes]
     reports = [directory / f"report-{world_size}-{rank}.json" for rank in range(world_size)]
     assert all(path.exists() for path in reports), "\n".join(errors)
     return [json.loads(path.read_text()) for path in reports]

@@ -93,7 +93,7 @@ class Machine:
         rendezvous = {
             "is_host": self.index == self.host,
             "last_call_timeout": 5,
-            "join_timeout": 120,
+            "join_timeout": 400,
             "read_timeout": 20,
             "keep_alive_interval": 2,
             "keep_alive_max_attempt": 5,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fork_server import ForkedProcess
+from free_ports import reserve_port
 from launch_ranks import HERE, environments
 
 PATIENCE = 300.0  # seconds for anything else that is awaited
@@ -26,18 +27,12 @@ RESTARTS = ("reward", "kill", "disk", "terminate")  # faults that end the run; t
 FAULTS = ("stop", "server", *RESTARTS)
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class RewardServer:
     """`tastemaker serve-reward` on a port that survives its restarts."""
 
     folder: Path
-    port: int = field(default_factory=find_free_port)
+    port: int = field(default_factory=reserve_port)
     process: ForkedProcess | None = None
 
     def start(self) -> None:

@@ -35,7 +35,7 @@ class WaitingProcess(SingleProcess):
     allowed: threading.Event = field(default_factory=threading.Event)
 
     def gather_objects(self, items: Sequence[Any]) -> list[Any]:
-        assert self.allowed.wait(30)
+        assert self.allowed.wait(120)
         return list(items)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import yaml
 from cli_runner import run_cli
 from engine_toys import subprocess_environment
+from free_ports import reserve_port
 from rich.console import Console
 
 from tastemaker.config.build import build
@@ -205,10 +205,8 @@ engine.close()
 
 @pytest.mark.ranks
 def test_ranks_on_different_cpus_use_one_precision() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = subprocess_environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": "2"}
+    shared = subprocess_environment() | group
     for limit in device_precision.LIMITS:
         shared.pop(limit, None)
     ranks = [
@@ -220,7 +218,7 @@ def test_ranks_on_different_cpus_use_one_precision() -> None:
         )
         for i in range(2)
     ]
-    output = [rank.communicate(timeout=120)[0] for rank in ranks]
+    output = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert re.match("bf16 auto: .*AMX-BF16", output[0])
     assert output[0] == output[1]
 

@@ -168,5 +168,5 @@ engine.close()
         "--rdzv-endpoint=localhost:0",
     ]
     command = [sys.executable, *launcher, "--no-python", sys.executable, "-c", program]
-    process = subprocess.run(command, env=subprocess_environment(), capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, env=subprocess_environment(), capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr

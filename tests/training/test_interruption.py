@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launch_ranks import Process, environments, finish, launch, start
 from safetensors.torch import load_file
+from waiting import handles_signal, wait_until
 
 from tastemaker.training import checkpoint
 
@@ -65,9 +66,9 @@ def test_killed_run_resumes_bit_for_bit(recipe, tmp_path):
 def test_sigterm_saves_a_checkpoint_and_stops(tmp_path):
     (process,) = launch("grpo-toy-flow", tmp_path, "steps=100000", "checkpoint.every=100000")
     assert process.stdout.readline().strip() == "0"  # it has started
-    time.sleep(0.5)
+    wait_until(lambda: handles_signal(process.process.pid, signal.SIGTERM))
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     latest = checkpoint.latest_checkpoint(tmp_path)
     assert latest is not None and latest.name == f"step-{int(output):06d}" and int(output) > 0
@@ -77,7 +78,7 @@ def test_sigterm_saves_a_checkpoint_and_stops(tmp_path):
 def test_rank_ends_with_a_message_if_another_one_never_joins(tmp_path):
     environment = {**environments(2)[0], "TASTEMAKER_RENDEZVOUS_SECONDS": "2"}
     command = [sys.executable, "-m", "tastemaker", "train", "grpo-toy-flow", f"output_dir={tmp_path}"]
-    errors = start(command, environment).communicate(timeout=60)[1]
+    errors = start(command, environment).communicate(timeout=120)[1]
     assert "rank 0 of 2" in errors and "TM1640" in errors
 
 

@@ -38,14 +38,14 @@ def train(directory: Path, steps: int, *settings: str) -> tuple[str, ...]:
     return ("train", RECIPE, *place, f"steps={steps}", *SETTINGS, *settings)
 
 
-def finish_both(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[str]:
+def finish_both(processes: list[subprocess.Popen[str]], seconds: float = 600) -> list[str]:
     """Wait until both torchruns have ended well; return what they printed."""
     outputs = [process.communicate(timeout=seconds)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     return outputs
 
 
-def wait_for_step(directory: Path, step: int, processes: list[subprocess.Popen[str]], seconds: float = 120) -> None:
+def wait_for_step(directory: Path, step: int, processes: list[subprocess.Popen[str]], seconds: float = 400) -> None:
     """Wait until a checkpoint of at least this step exists."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -106,7 +106,8 @@ def test_run_ends_with_a_message_when_the_other_machine_is_lost(
 ) -> None:
     first, second, link = machines
     command = train(tmp_path / "run", 100_000)
-    both = [machine.torchrun(*command, TASTEMAKER_COLLECTIVE_SECONDS="15") for machine in (first, second)]
+    patience = "30" if cause == "killed" else "15"  # seconds; peers notice a kill without waiting for them
+    both = [machine.torchrun(*command, TASTEMAKER_COLLECTIVE_SECONDS=patience) for machine in (first, second)]
     wait_for_step(tmp_path / "run", 3, both)
     survivor = both[0] if lost == "second" else both[1]
     (second if lost == "second" else first).kill() if cause == "killed" else link.cut.set()

@@ -33,7 +33,7 @@ from tastemaker.rewards.target_image import MseReward
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
 
-TIMEOUT = 20.0  # seconds after which a test fails instead of waiting
+TIMEOUT = 120.0  # seconds after which a test fails instead of waiting
 
 
 class BatchCounter:
@@ -154,7 +154,12 @@ def test_teacher_forced_samples_are_scored_while_the_next_ones_are_sampled(laten
 def test_the_sampler_waits_for_a_slow_reward() -> None:
     """Pixels of at most two batches wait for their scores, so that host memory is bounded."""
     counter = BatchCounter()
-    ctx = counting_context(lambda batch: time.sleep(0.02), counter, batch_size=2)
+
+    def wait_for_next(batch: int) -> None:
+        assert counter.wait_for_samples(min(batch + 2, 12))
+        time.sleep(0.02)  # in which a sampler that did not wait would go on
+
+    ctx = counting_context(wait_for_next, counter, batch_size=2)
     rollout_and_score(ctx, toys.prompts(8), 3)
     assert counter.scored == [2] * 12 and 1 < counter.max_lead <= MAX_PENDING_BATCHES + 1
 

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -20,6 +20,7 @@ from typing import IO
 import pytest
 from fork_server import ForkedProcess
 from launch_ranks import environments
+from waiting import is_frozen, wait_until
 
 import tastemaker as tm
 from tastemaker.cli import main
@@ -35,15 +36,8 @@ SETTINGS = ("sample.every=0", "guard.every=0", "checkpoint.every=1", "checkpoint
 
 
 def start_training(output: Path, *options: str, rank: dict[str, str] | None = None) -> ForkedProcess:
-    command = [sys.executable, "-m", "tastemaker", "train", "grpo-toy-flow", "steps=150", f"output_dir={output}"]
+    command = [sys.executable, "-m", "tastemaker", "train", "grpo-toy-flow", "steps=100000", f"output_dir={output}"]
     return ForkedProcess([*command, "name=run", *SETTINGS, *options], env=rank or environments(1)[0])
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def read_files(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -59,9 +53,10 @@ def test_second_train_is_refused_and_a_killed_owner_is_replaced(
         stack.callback(owner.kill)  # it is stopped, and would not end by itself
         wait_until(lambda: any(directory.glob("checkpoints/step-??????/weights.safetensors")))
         owner.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_frozen(owner.process.pid))
         before = read_files(directory)
         with start_training(tmp_path) as second:
-            errors = second.communicate(timeout=60)[1]
+            errors = second.communicate(timeout=300)[1]
         assert second.returncode == EXIT_USAGE, errors
         assert "TM1100" in errors and f"process {owner.process.pid} on {socket.gethostname()} (since 2" in errors
         assert read_files(directory) == before
@@ -69,7 +64,7 @@ def test_second_train_is_refused_and_a_killed_owner_is_replaced(
         assert found is not None and found.alive and found.pid == owner.process.pid
         main_without_exit("report", str(directory))  # a reader needs no lock
         owner.kill()
-        owner.wait(60)
+        owner.wait(120)
     assert (directory / LOCK_FILE).is_file()
     latest = latest_checkpoint(directory)
     dead = read_owner(directory)
@@ -78,7 +73,7 @@ def test_second_train_is_refused_and_a_killed_owner_is_replaced(
         wait_until(lambda: (found := read_owner(directory)) and found.alive and found.pid == third.process.pid)
         wait_until(lambda: latest_checkpoint(directory) not in (latest, None))
         third.send_signal(signal.SIGTERM)
-        third.communicate(timeout=60)
+        third.communicate(timeout=300)
     assert third.returncode == EXIT_INTERRUPTED
     assert not (directory / LOCK_FILE).exists() and read_owner(directory) is None
 
@@ -138,11 +133,11 @@ def test_every_way_to_train_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_ranks_are_one_owner_and_are_refused_together(tmp_path: Path) -> None:
     with own_run_directory(tmp_path / "run"):
         ranks = [start_training(tmp_path, rank=environment) for environment in environments(2)]
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [EXIT_USAGE] * 2, errors
         assert "TM1100" in errors[0] and not errors[1]
     ranks = [start_training(tmp_path, "steps=2", rank=environment) for environment in environments(2)]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
@@ -167,7 +162,7 @@ def test_children_of_a_killed_owner_do_not_keep_the_lock(tmp_path: Path) -> None
             with pytest.raises(ConfigError, match=f"process {owner.process.pid}.*TM1100"), own_run_directory(tmp_path):
                 pass
             owner.kill()
-            owner.wait(60)
+            owner.wait(120)
         assert len(children) == 2 and all(Path(f"/proc/{pid}").exists() for pid in children)
         with own_run_directory(tmp_path):
             found = read_owner(tmp_path)

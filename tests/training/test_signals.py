@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from fork_server import ForkedProcess
 from launch_ranks import environments, launch
+from waiting import handles_signal, wait_until
 
 from tastemaker.serving.protocol import decode_request
 from tastemaker.training import checkpoint
@@ -59,7 +60,7 @@ def serve_then_hang(answers: int) -> Iterator[tuple[str, threading.Event]]:
             left[0] -= 1
             if left[0] < 0:
                 hung.set()
-                closing.wait(60)
+                closing.wait(600)
                 return
             pixels = decode_request(self.headers["Content-Type"], body, 2**30).pixels
             self.answer({"scores": pixels.mean((1, 2, 3, 4)).tolist()})
@@ -98,12 +99,12 @@ def test_hung_reward_server_loses_no_step_after_sigterm_and_ends_at_the_second_c
         (stopped,) = start(tmp_path, *train_arguments(tmp_path / "a", url))
         command = [sys.executable, "-m", "tastemaker", *train_arguments(tmp_path / "b", other_url)]
         killed = ForkedProcess(command, env=environments(1)[0])
-        assert hung.wait(60) and other_hung.wait(60)
+        assert hung.wait(240) and other_hung.wait(240)
         stopped.send_signal(signal.SIGTERM)
         killed.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        wait_until(lambda: not handles_signal(killed.process.pid, signal.SIGINT))  # signals sent at once count as one
         killed.send_signal(signal.SIGINT)
-        errors = [process.communicate(60)[1] for process in (stopped, killed)]
+        errors = [process.communicate(120)[1] for process in (stopped, killed)]
         assert stopped.returncode == 130 and killed.returncode == -signal.SIGINT, errors
     assert latest_step(tmp_path / "a" / "run") == 3
 
@@ -112,10 +113,10 @@ def test_hung_reward_server_loses_no_step_after_sigterm_and_ends_at_the_second_c
 def test_two_ranks_give_up_a_hung_reward_at_the_same_step(tmp_path):
     with serve_then_hang(5) as (url, hung):  # of the third step, only one rank gets its scores
         processes = start(tmp_path, *train_arguments(tmp_path, url), ranks=2)
-        assert hung.wait(120)
+        assert hung.wait(240)
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        errors = [process.communicate(60)[1] for process in processes]
+        errors = [process.communicate(120)[1] for process in processes]
         assert [process.returncode for process in processes] == [130, 130], errors
     assert latest_step(tmp_path / "run") == 2
 
@@ -126,11 +127,11 @@ def test_hangup_and_quit_save_a_checkpoint(tmp_path):
     processes = [launch("grpo-toy-flow", tmp_path / number.name, *settings)[0] for number in numbers]
     for process in processes:
         assert process.stdout.readline().strip() == "0"
-    time.sleep(0.5)
     for process, number in zip(processes, numbers, strict=True):
+        wait_until(lambda process=process, number=number: handles_signal(process.process.pid, number))
         process.send_signal(number)
     for process, number in zip(processes, numbers, strict=True):
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
         assert process.returncode == 0 and latest_step(tmp_path / number.name) == int(output) > 0, errors
 
 
@@ -142,7 +143,7 @@ def test_closed_terminal_saves_a_checkpoint(tmp_path):
     if process == 0:
         os.environ.update(environments(1)[0])
         os.execv(sys.executable, [sys.executable, "-m", "tastemaker", *arguments, f"output_dir={tmp_path}"])
-    metrics, deadline = tmp_path / "grpo-toy-flow" / "metrics.jsonl", time.monotonic() + 60
+    metrics, deadline = tmp_path / "grpo-toy-flow" / "metrics.jsonl", time.monotonic() + 240
     while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 3) and time.monotonic() < deadline:
         os.read(terminal, 10_000)
         time.sleep(0.05)
@@ -172,14 +173,18 @@ def test_other_commands_keep_what_is_done(tmp_path):
     }
     processes = {name: start(tmp_path, *command)[0] for name, command in commands.items()}
     files = {"generate": "g/**/*.png", "evaluate": "e/**/*", "demo": "d/**/*", "sweep": "s/*/metrics.jsonl"}
+
+    def has_written(pattern: str) -> bool:
+        return any(path.is_file() and path.stat().st_size for path in tmp_path.glob(pattern))
+
     for name, pattern in files.items():
-        deadline = time.monotonic() + 90
-        while not any(tmp_path.glob(pattern)) and time.monotonic() < deadline and processes[name].returncode is None:
+        deadline = time.monotonic() + 240
+        while not has_written(pattern) and time.monotonic() < deadline and processes[name].returncode is None:
             time.sleep(0.1)
     time.sleep(0.5)
     for process in processes.values():
         process.send_signal(signal.SIGTERM)
-    errors = {name: process.communicate(60)[1][-500:] for name, process in processes.items()}
+    errors = {name: process.communicate(120)[1][-500:] for name, process in processes.items()}
     assert {name: process.returncode for name, process in processes.items()} == dict.fromkeys(commands, 130), errors
     assert all(any(tmp_path.glob(pattern)) for pattern in files.values())
     assert latest_step(tmp_path / "s" / "seed=0") > 0

@@ -55,7 +55,7 @@ def run_command(directory: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tastemaker", *arguments]
     process = ForkedProcess(command, env=environment, cwd=directory)
-    output = process.communicate(timeout=240)[1]
+    output = process.communicate(timeout=600)[1]
     assert process.returncode == 0, output
     return output
 

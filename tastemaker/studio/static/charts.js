@@ -247,13 +247,13 @@ const Charts = (() => {
   }
 
   // Follows runs while the page is visible: browsers allow only six connections to a server.
-  function follow(runs, known, handlers) {
-    let source = null, isFirst = true;
+  // `newestSample` is the version of the newest samples on the page; only later ones are sent.
+  function follow(runs, newestSample, handlers) {
+    let source = null;
     const open = () => {
       if (source || document.hidden) return;
       const query = new URLSearchParams(runs.map(run => ["run", run]));
-      if (known && isFirst) query.append("samples", "known");
-      isFirst = false;
+      if (newestSample) query.append("samples", newestSample);
       source = new EventSource(`/events/runs?${query}`);
       for (const [name, handle] of Object.entries(handlers)) {
         source.addEventListener(name, event => handle(JSON.parse(event.data)));

@@ -6,7 +6,7 @@
   if (container) {
     const runs = [...container.querySelectorAll(".compared")].map(each => each.dataset.run);
     const board = new Charts.Board(container);
-    Charts.follow(runs, true, {
+    Charts.follow(runs, "", {
       charts: list => board.setCharts(list),
       curves: changes => board.setCurves(changes),
     });

@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const run = document.getElementById("run").dataset.run;
+  const { run, newestSample } = document.getElementById("run").dataset;
   const board = new Charts.Board(document.getElementById("charts"));
   const path = run.split("/").map(encodeURIComponent).join("/");
 
@@ -28,7 +28,7 @@
     }
   }
 
-  Charts.follow([run], true, {
+  Charts.follow([run], newestSample, {
     charts: list => board.setCharts(list),
     curves: changes => board.setCurves(changes),
     state: showState,
