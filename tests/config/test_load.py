@@ -204,7 +204,8 @@ def test_part_of_a_recipe_suggests_a_complete_one() -> None:
     error = load_error("models/ltx")
     assert error.startswith("models/ltx: ") and error.endswith(" vader-ltx-hps [TM027]")
     assert load_error("models/modelscope").endswith(" vader-modelscope-actpred [TM027]")
-    assert "`extends: [models/flux-schnell]`" in load_error("models/flux-schnell")
+    assert load_error("models/flux-schnell").endswith(" nft-flux-schnell [TM027]")
+    assert "`extends: [data/playground-clips]`" in load_error("data/playground-clips")
 
 
 def test_parsed_recipes_are_copied() -> None:
