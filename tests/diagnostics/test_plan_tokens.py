@@ -158,8 +158,7 @@ SANA = sana.SOURCE.hub
 )
 def test_plan_image_models(recipe: str, published: Any, hub: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small networks of the published layout; an edited image adds its tokens to the activations."""
-    without_text_encoder = {name: tiny[name] for name in ("transformer", "vae")}
-    monkeypatch.setitem(published.configs, hub, without_text_encoder)
+    monkeypatch.setitem(published.configs, hub, {**published.configs[hub], **tiny})
     resources = estimate(recipe, "model.height=64", "model.width=64", "model.max_text_tokens=16", "rewards={}")
     assert resources.frozen > 0 and 0 < resources.collect_activations < resources.total
 
