@@ -247,7 +247,7 @@ def test_job_waits_for_its_baseline() -> None:
 @pytest.mark.ranks
 def test_interrupted_bench_resumes(toys: Path) -> None:
     out = toys.parent / "out"
-    arguments = ["bench", str(toys), "steps=60", "checkpoint.every=10", "guard.every=0", "--out", str(out), "--tiny"]
+    arguments = ["bench", str(toys), "steps=150", "checkpoint.every=10", "guard.every=0", "--out", str(out), "--tiny"]
     arguments += ["--num-prompts", "6", "--device", "cpu", "--cells", "grpo", "--seeds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tastemaker", *arguments, "--jobs", "2"]
@@ -255,15 +255,15 @@ def test_interrupted_bench_resumes(toys: Path) -> None:
     while process.poll() is None and len(list(out.glob("runs/grpo-*/checkpoints/step-*"))) < 2:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    _, output = process.communicate(timeout=120)
+    _, output = process.communicate(timeout=300)
     assert process.returncode == 130 and "to resume" in output
     assert [path.name for path in out.glob("cells/*")] == [f"{baseline_key(toys)}.json"]
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 0
-    assert all(result(toys, key)["training"]["steps"] == 60 for key in ("grpo-0", "grpo-shuffled-0"))
+    assert all(result(toys, key)["training"]["steps"] == 150 for key in ("grpo-0", "grpo-shuffled-0"))
     (record,) = out.glob("runs/grpo-0-*/metrics.jsonl")
-    assert [json.loads(line)["step"] for line in record.read_text().splitlines()] == list(range(1, 61))
+    assert [json.loads(line)["step"] for line in record.read_text().splitlines()] == list(range(1, 151))
 
 
 @pytest.mark.long

@@ -182,7 +182,7 @@ def test_make_demo_runs_the_command_and_can_be_interrupted(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_interrupted_training_resumes_at_its_last_step(tmp_path: Path) -> None:
-    small = ["steps=30", "batch.prompts=2", "guard.every=0", "sample.every=0", "checkpoint.every=1000"]
+    small = ["steps=60", "batch.prompts=2", "guard.every=0", "sample.every=0", "checkpoint.every=1000"]
     command, metrics = tastemaker("train", RECIPE, "name=demo", *small), tmp_path / "runs/demo/metrics.jsonl"
 
     def steps() -> list[int]:
@@ -192,13 +192,13 @@ def test_interrupted_training_resumes_at_its_last_step(tmp_path: Path) -> None:
     process = start_process(command, tmp_path)
     output = interrupt_when(process, lambda: len(steps()) >= 2)
     step = steps()[-1]
-    assert process.returncode == EXIT_INTERRUPTED and "Traceback" not in output and 2 <= step < 30
+    assert process.returncode == EXIT_INTERRUPTED and "Traceback" not in output and 2 <= step < 60
     assert f"after step {step}" in output
     rerun_output = run_to_completion(command, tmp_path)
-    assert f"30 steps from step {step}" in rerun_output and "all 30 steps done" in rerun_output
-    assert steps() == list(range(1, 31))
-    assert "from step 30" in run_to_completion(command, tmp_path)  # a finished run has nothing left to do
-    assert steps() == list(range(1, 31))
+    assert f"60 steps from step {step}" in rerun_output and "all 60 steps done" in rerun_output
+    assert steps() == list(range(1, 61))
+    assert "from step 60" in run_to_completion(command, tmp_path)  # a finished run has nothing left to do
+    assert steps() == list(range(1, 61))
 
 
 @pytest.mark.slow

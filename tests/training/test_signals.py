@@ -167,7 +167,7 @@ def test_other_commands_keep_what_is_done(tmp_path):
             "--out",
             str(tmp_path / "g"),
         ],
-        "evaluate": ["evaluate", "playeval", "--model", common[0], "--tiny", "--out", str(tmp_path / "e")],
+        "evaluate": ["evaluate", "playeval", "--model", *common, "--count", "50", "--out", str(tmp_path / "e")],
         "demo": ["demo", "--out", str(tmp_path / "d"), "--steps", "100000"],
         "sweep": ["sweep", "grpo-toy-flow", "seed=0,1", "steps=100000", "sample.every=0", "--out", str(tmp_path / "s")],
     }
