@@ -100,6 +100,7 @@ class Purpose:
     ANSWER = "answer"  # a token of a generated answer
     COLOR_DEVIATION = "picture"  # of a toy image from the exact shade of its color
     REJECTED_COLOR_DEVIATION = "rejected"
+    WRONG_LABEL = "wrong label"  # of a like or a pair
     LIKED = "liked"  # whether a liked or a disliked sample is drawn, and which
 
 

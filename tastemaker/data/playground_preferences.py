@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.types import LikeBatch, PreferenceBatch, PromptBatch
 from ..playground.art import Style
 from ..playground.captions import TASKS, WEIGHTS, SceneCaptions, Split, sample_split_captions
@@ -29,9 +29,11 @@ class SceneSource:
     task_weights: Weights = WEIGHTS
     snap_probability: float = 1.0  # of scenes with few sizes and positions on a grid
     device: Device = "auto"  # where scenes are painted
+    label_noise: float = 0.0  # probability that a label or the order of a pair is wrong; with 0.5 it says nothing
 
     def __post_init__(self) -> None:
         check_probability("snap_probability", self.snap_probability)
+        check_probability("label_noise", self.label_noise)
         check_weights("task_weights", self.task_weights, TASKS)
 
 
@@ -78,18 +80,24 @@ class PreferenceDataset(Dataset):
         """Images of what captions say: [B, 1, 3, 64, 64]."""
         return self.painter.paint(sample_scenes(captions, rng, self.spec.snap_probability), rng)
 
+    def wrong_labels(self, rng: Randomness) -> Tensor:
+        """Which labels are wrong: [B] bool."""
+        return rng.uniform(Purpose.WRONG_LABEL, 1)[:, 0] < self.spec.label_noise
+
     def first_prompts(self, count: int) -> PromptBatch:
         return prompts_of_scenes(torch.arange(count), self.seed, self.spec.split, self.spec.task_weights, False)
 
 
 def paint_pairs(data: PreferenceDataset, captions: SceneCaptions, rng: Randomness) -> PreferenceBatch:
     """Both scenes of a pair from the same random numbers, so that they differ in what contradicts the caption."""
-    chosen, rejected = (data.paint_scenes(corrupt_captions(captions, share, rng), rng) for share in (0.0, 1.0))
+    wrong = data.wrong_labels(rng)
+    chosen, rejected = (data.paint_scenes(corrupt_captions(captions, bad.float(), rng), rng) for bad in (wrong, ~wrong))
     return PreferenceBatch(captions.texts(), chosen, rejected)
 
 
 def paint_likes(data: PreferenceDataset, captions: SceneCaptions, rng: Randomness) -> LikeBatch:
-    """Every second scene shows its caption."""
+    """Every second scene is liked."""
     liked = rng.rows % 2 == 0
-    pixels = data.paint_scenes(corrupt_captions(captions, 1 - liked.float(), rng), rng)
+    shows_caption = liked ^ data.wrong_labels(rng)
+    pixels = data.paint_scenes(corrupt_captions(captions, 1 - shows_caption.float(), rng), rng)
     return LikeBatch(captions.texts(), pixels, liked)

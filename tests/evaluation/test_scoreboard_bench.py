@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from tastemaker.cli import main
 from tastemaker.config.check import find_problems
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.rollout_scope import ROLLOUTS
+from tastemaker.data.playground_preferences import PlaygroundLikes
 from tastemaker.evaluation.scoreboard import measurement
 from tastemaker.evaluation.scoreboard.measurement import Bench
 from tastemaker.evaluation.scoreboard.page import BEGIN_MARK, END_MARK
@@ -28,7 +29,6 @@ from tastemaker.evaluation.scoreboard.plan import (
     ScoreboardPlan,
     list_jobs,
     load_plan,
-    with_shuffled_rewards,
 )
 from tastemaker.evaluation.scoreboard.results import load_results
 from tastemaker.evaluation.scoreboard.runner import BenchOptions, JobQueue, is_finished, plan_jobs
@@ -84,7 +84,7 @@ def test_every_cell_of_every_plan_is_valid() -> None:
         plan = load_plan(name)
         for cell in plan.cells:
             config = plan.config(cell)
-            problems = find_problems(with_shuffled_rewards(config), 1)
+            problems = find_problems(plan.config(cell, control=True), 1)
             if problems or not isinstance(plan.process(plan.cells[cell].family), config.model.process_type):
                 invalid[cell] = problems
     assert not invalid
@@ -118,9 +118,17 @@ def test_cells_share_a_baseline_only_if_their_weights_are_equal(toys: Path) -> N
 
 
 def test_control_shuffles_training_rewards_only() -> None:
-    config = with_shuffled_rewards(load_plan("playground").config("grpo-flow"))
+    config = load_plan("playground").config("grpo-flow", control=True)
     kinds = {name: isinstance(reward.spec, ShuffledReward) for name, reward in config.rewards.items()}
     assert kinds == {"verdict": True, "taste": False}
+
+
+def test_control_of_offline_training_has_meaningless_labels_and_its_own_fingerprint(tmp_path: Path) -> None:
+    bench = Bench(load_plan("playground"), tmp_path, prompts=6)
+    jobs = [bench.with_baseline(ScoreboardJob("kto-likes-flow", kind)) for kind in ("after", "control")]
+    assert [cast(PlaygroundLikes, bench.config(job).data).label_noise for job in jobs] == [0.0, 0.5]
+    assert not any(isinstance(reward.spec, ShuffledReward) for reward in bench.config(jobs[1]).rewards.values())
+    assert bench.fingerprint(jobs[0]) != bench.fingerprint(jobs[1])
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,16 @@ def test_pairs_and_likes_are_scenes_with_and_without_a_contradiction() -> None:
     assert torch.equal(likes.pixels, right.pixels.where(likes.liked.view(-1, 1, 1, 1, 1), wrong.pixels))
 
 
+def test_wrong_labels_swap_the_scenes_of_likes_and_pairs() -> None:
+    pairs, wrong = (PlaygroundPairs(device="cpu", label_noise=noise).load(5).batch(1, 6, 0, 1) for noise in (0, 1))
+    assert isinstance(pairs, PreferenceBatch) and isinstance(wrong, PreferenceBatch)
+    assert torch.equal(wrong.chosen, pairs.rejected) and torch.equal(wrong.rejected, pairs.chosen)
+    likes, half = (PlaygroundLikes(device="cpu", label_noise=noise).load(5).batch(1, 32, 0, 1) for noise in (0, 0.5))
+    assert isinstance(likes, LikeBatch) and isinstance(half, LikeBatch) and torch.equal(likes.liked, half.liked)
+    changed = (likes.pixels != half.pixels).flatten(1).any(1)
+    assert 4 < changed[likes.liked].sum() < 12 and 4 < changed[~likes.liked].sum() < 12
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_first_prompts_are_deterministic(spec: DataSpec) -> None:
     first = spec.load(5).first_prompts(8)

@@ -39,7 +39,7 @@ from ..benchmark_run import SCORERS, EvaluationOptions, build_sample_fn, load_be
 from ..benchmarks import Benchmark
 from ..evaluate import COST_FIELDS, REPORT, evaluate
 from . import results
-from .plan import ScoreboardJob, ScoreboardPlan, SearchSettings, describe_cell, with_shuffled_rewards
+from .plan import ScoreboardJob, ScoreboardPlan, SearchSettings, describe_cell
 from .results import Result
 
 FRAMES_PER_BATCH, GPU_FRAMES_PER_BATCH = 64, 512  # frames generated at a time
@@ -63,25 +63,24 @@ class Bench:
     tiny: bool = False
 
     @cached_property
-    def _cells(self) -> dict[str, tuple[RunConfig, list[Any]]]:
+    def _cells(self) -> dict[tuple[str, bool], tuple[RunConfig, list[Any]]]:
         """Cache of `_cell`."""
         return {}
 
-    def _cell(self, cell: str) -> tuple[RunConfig, list[Any]]:
-        """Return the configuration of a cell, and what identifies its evaluation."""
-        if cell not in self._cells:
+    def _cell(self, cell: str, control: bool = False) -> tuple[RunConfig, list[Any]]:
+        """Return the configuration of a cell or its control, and what identifies its evaluation."""
+        if (cell, control) not in self._cells:
             # Sample grids cost time, and no one looks at those of a bench.
-            config = self.plan.config(cell, [*self.overrides, "sample.every=0"])
+            config = self.plan.config(cell, [*self.overrides, "sample.every=0"], control=control)
             config = replace(config, engine=resolve_locally(config.engine)[0])
             process = self.plan.process(self.plan.cells[cell].family)
             process_identity = [type(process).__name__, dataclass_to_dict(process, terse=True)]
-            self._cells[cell] = config, [self.benchmark(cell).fingerprint(), *process_identity, self.tiny]
-        return self._cells[cell]
+            self._cells[cell, control] = config, [self.benchmark(cell).fingerprint(), *process_identity, self.tiny]
+        return self._cells[cell, control]
 
     def config(self, job: ScoreboardJob) -> RunConfig:
         """Return the configuration of a job's run."""
-        config = replace(self._cell(job.cell)[0], seed=job.seed, name=job.key)
-        config = with_shuffled_rewards(config) if job.kind == "control" else config
+        config = replace(self._cell(job.cell, job.kind == "control")[0], seed=job.seed, name=job.key)
         return make_tiny(config) if self.tiny else config
 
     def benchmark(self, cell: str) -> Benchmark:

@@ -64,6 +64,7 @@ class ScoreboardCell:
     reward: str  # label in the table
     overrides: tuple[str, ...] = ()
     control: bool = False  # also run with shuffled rewards
+    control_overrides: tuple[str, ...] = ()  # of the control in their place, if no reward trains
     search: SearchSettings | None = None  # instead of training, or after it
     seeds: PositiveInt | None = None  # upper limit on the number of seeds
     target: CellTarget | None = None
@@ -91,17 +92,18 @@ class ScoreboardPlan:
         process: Process = build_component(Process, section, f"families.{family}.process")
         return process
 
-    def config(self, cell: str, overrides: Sequence[str] = ()) -> RunConfig:
-        """Return the checked configuration of a cell's run. Errors name the cell."""
+    def config(self, cell: str, overrides: Sequence[str] = (), *, control: bool = False) -> RunConfig:
+        """Return the checked configuration of a cell's run, or of its control. Errors name the cell."""
         chosen = self.cells[cell]
+        own = [*chosen.overrides, *(chosen.control_overrides if control else ())]
         try:
-            config = load(chosen.recipe, [*chosen.overrides, *overrides])
+            config = load(chosen.recipe, [*own, *overrides])
         except ConfigError as error:
             raise ConfigError(f"cells.{cell}: {error} [TM648]") from error
         problems = find_problems(config, 1)
         if problems:
             raise ConfigError("\n".join(f"cells.{cell}: {problem}" for problem in problems))
-        return config
+        return with_shuffled_rewards(config) if control and not chosen.control_overrides else config
 
 
 @dataclass(frozen=True)
