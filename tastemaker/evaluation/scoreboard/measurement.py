@@ -150,8 +150,9 @@ def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
     name = job.key if job.kind == "before" else f"{job.key}-{bench.fingerprint(job)[:6]}"
     run_dir = bench.out / "runs" / name
     run = build(bench.config(job), run_dir)
+    peak: dict[str, float] = {}
     if trains:
-        train_to_end(run, bench.config(job), run_dir)
+        peak = train_to_end(run, bench.config(job), run_dir)
     after = evaluate_run(bench, job, run, run_dir)
     result: Result = {
         "key": job.key,
@@ -167,7 +168,7 @@ def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
         result["before"] = before["after"]
         result["difference"] = results.score_differences(before["after"]["rows"], after["rows"])
     if trains:
-        result["training"] = results.summarize_training(read_run(run_dir))
+        result["training"] = results.summarize_training(read_run(run_dir)) | peak
     result |= {"environment": describe_environment(run), "took": round(time.perf_counter() - start, 2)}
     results.write_result(result, bench.out)
     run.engine.close()
@@ -178,8 +179,14 @@ def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
     return result
 
 
-def train_to_end(run: Run, config: RunConfig, run_dir: Path) -> None:
-    """Train to the last step, resuming an earlier attempt. Only metrics.jsonl is written."""
+def train_to_end(run: Run, config: RunConfig, run_dir: Path) -> dict[str, float]:
+    """Train to the last step, resuming an earlier attempt, and return the peak memory of a GPU.
+
+    Only metrics.jsonl is written.
+    """
+    on_gpu = run.engine.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(run.engine.device)
     latest = checkpoint.latest_checkpoint(run_dir)
     if latest is not None:
         run.resume(latest)
@@ -194,6 +201,7 @@ def train_to_end(run: Run, config: RunConfig, run_dir: Path) -> None:
         counter.close()
     if last_step < run.steps and not run.guard.stop_on_warning:
         raise MeasurementInterrupted
+    return {"peak_gib": round(torch.cuda.max_memory_allocated(run.engine.device) / 2**30, 2)} if on_gpu else {}
 
 
 class NetworkCallCounter:
