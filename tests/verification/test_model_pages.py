@@ -95,9 +95,15 @@ def test_objectives_and_precision_are_those_of_recipes(pages: ModuleType) -> Non
 @pytest.mark.slow
 def test_tables_of_models_have_every_model_and_objective(pages: ModuleType) -> None:
     text = pages.expand_markers((DOCS / "models.md").read_text(encoding="utf-8"))
-    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
-    assert {f"`{name}`" for name in pages.published_models()} <= set(lines)
-    assert "text-to-image, editing" in lines["`flux-kontext`"] and "image-to-video" in lines["`svd`"]
-    assert "class-to-image" in lines["`llamagen`"] and "832x480, 81 frames" in lines["`wan`"]
-    assert "| yes | diffusers, ComfyUI |" in lines["`flux`"] and "| no | diffusers |" in lines["`cogvideox`"]
+    names = [f"`{name}`" for name in pages.published_models()]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    models, abilities = ({row[0]: row[1:] for row in rows if len(row) == width} for width in (6, 7))
+    assert list(models) == list(abilities) == names
+    expected = ["text-to-image, editing", "1024x1024", "34 GB", "FLUX.1 [dev] Non-Commercial"]
+    assert models["`flux-kontext`"][1:] == expected
+    assert models["`llamagen`"][1] == "class-to-image" and models["`wan`"][2] == "832x480, 81 frames"
+    assert models["`svd`"][1] == "image-to-video" and models["`playground-flow`"][3:] == ["included", "-"]
+    assert abilities["`flux`"][3:] == ["yes", "diffusers, ComfyUI", "nobody"]
+    assert abilities["`cogvideox`"][3:5] == ["no", "diffusers"]
     assert all(f"`{name}`" in text for name in OBJECTIVES) and "<!--" not in text
+    assert text.count('<div class="whole-names" markdown>') == text.count("</div>") == 3
