@@ -213,6 +213,7 @@ class HunyuanVideo15Spec(VideoTransformerSpec):
     decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
+    frame_rate: ClassVar[float] = 24.0
     published: ClassVar[PublishedModel] = HUNYUANVIDEO15
     backbone_class = HunyuanVideo15Backbone
     compression = COMPRESSION
