@@ -39,5 +39,9 @@ def test_rates_of_video_models_are_the_published_ones() -> None:
         **dict.fromkeys(("modelscope", "playground-video", "toy-video"), None),
         **dict.fromkeys(("hunyuanvideo", "hunyuanvideo15", "ltx2", "opensora", "wan22-ti2v"), 24.0),
         **dict.fromkeys(("wan", "wan-i2v", "wan22", "wan22-i2v"), 16.0),
-        **{"cogvideox": 8.0, "ltx": 25.0, "mochi": 30.0, "svd": 7.0, "videocrafter2": 28.0},
+        "cogvideox": 8.0,
+        "ltx": 25.0,
+        "mochi": 30.0,
+        "svd": 7.0,
+        "videocrafter2": 28.0,
     }
