@@ -96,12 +96,12 @@ def abilities_table() -> str:
     recipes = recipes_of_models()
     rows = []
     for name, spec in published_models().items():
-        measured = memory.get(name, {})
+        measured, configs = memory.get(name, {}), recipes[name].values()
         rows.append(
             [
                 f"`{name}`",
-                ", ".join(sorted({f"`{registered_name(type(each.objective))}`" for each in recipes[name]})) or "-",
-                ", ".join(sorted({each.engine.precision for each in recipes[name]})) or "-",
+                ", ".join(sorted({f"`{registered_name(type(each.objective))}`" for each in configs})) or "-",
+                ", ".join(sorted({each.engine.precision for each in configs})) or "-",
                 f"{measured['peak'] / GIB:.1f} GiB" if measured else "-",
                 "yes" if spec.supports_context_parallel else "no",
                 ", ".join(export_targets(spec)) or "-",
@@ -111,15 +111,25 @@ def abilities_table() -> str:
     return keep_names_whole(table(head, rows))
 
 
+def few_steps_table() -> str:
+    """One line per model that was distilled to few steps, with its recipes."""
+    rows = [
+        [f"`{name}`", str(spec.distilled_steps), ", ".join(f"`{recipe}`" for recipe in recipes_of_models()[name])]
+        for name, spec in published_models().items()
+        if spec.distilled_steps is not None
+    ]
+    return keep_names_whole(table(["model", "steps", "recipes"], rows))
+
+
 @cache
-def recipes_of_models() -> dict[str, list[RunConfig]]:
-    """The configurations of the recipes of each model, by the name of its part or type."""
-    configs: dict[str, list[RunConfig]] = {name: [] for name in published_models()}
+def recipes_of_models() -> dict[str, dict[str, RunConfig]]:
+    """The configurations of the recipes of each model by their names, by the name of its part or type."""
+    configs: dict[str, dict[str, RunConfig]] = {name: {} for name in published_models()}
     for recipe in list_generator_recipes():
         part = find_model_part(recipe_paths()[recipe])
         name = part or MODELS.name(type(load(recipe).model))
         if name in configs:
-            configs[name].append(load(recipe))
+            configs[name][recipe] = load(recipe)
     return configs
 
 
@@ -226,6 +236,7 @@ def verified_versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "models": models_table,
     "abilities": abilities_table,
+    "few steps": few_steps_table,
     "objectives": objectives_table,
     "verified models": lambda: verification_table("model", list_models()),
     "verified rewards": lambda: verification_table("reward", REWARDS),

@@ -87,9 +87,19 @@ def test_every_model_has_memory_or_a_reason(pages: ModuleType) -> None:
 
 def test_objectives_and_precision_are_those_of_recipes(pages: ModuleType) -> None:
     recipes = pages.recipes_of_models()
-    assert {type(each.objective).__name__ for each in recipes["z-image-turbo"]} == {"GRPO", "NFT", "RewardGradient"}
-    assert {each.engine.precision for each in recipes["z-image"]} == {"bf16"}
+    turbo = recipes["z-image-turbo"].values()
+    assert {type(each.objective).__name__ for each in turbo} == {"GRPO", "NFT", "RewardGradient"}
+    assert {each.engine.precision for each in recipes["z-image"].values()} == {"bf16"}
     assert all(recipes[name] for name in pages.published_models())
+
+
+def test_models_of_few_steps_are_those_that_were_distilled(pages: ModuleType) -> None:
+    text = pages.expand_markers((DOCS / "few-steps.md").read_text(encoding="utf-8"))
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    steps = {row[0]: row[1:] for row in rows if row[1].isdigit()}
+    assert steps.keys() == {"`flux-schnell`", "`flux2-klein`", "`sana-sprint`", "`z-image-turbo`"}
+    assert steps["`flux-schnell`"] == ["4", "`nft-flux-schnell`"]
+    assert steps["`sana-sprint`"] == ["2", "`grpo-sana-sprint`, `reward-gradient-sana-sprint`"]
 
 
 @pytest.mark.slow
