@@ -96,11 +96,12 @@ def make_picture_processor(image_processor: Any, tokenizer: Any) -> Any:
     from transformers.processing_utils import ProcessorMixin
 
     base: Any = Qwen2VLProcessor
+    mixin: Any = ProcessorMixin
 
     def initialize(self: Any, image_processor: Any, tokenizer: Any) -> None:
         self.image_token, self.video_token = PADS
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(list(PADS))
-        ProcessorMixin.__init__(self, image_processor, tokenizer)
+        mixin.__init__(self, image_processor, tokenizer)
 
     processor_class: Any = type("PictureProcessor", (base,), {"__init__": initialize})
     return processor_class(image_processor, tokenizer)
@@ -229,7 +230,7 @@ def make_ltx2_audio_vae() -> Any:
 
 def make_ltx2_vocoder() -> Any:
     """A small random network from spectrograms to waveforms."""
-    from diffusers.pipelines.ltx2 import LTX2Vocoder
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
     upsampling = {"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
     layers = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1]]}

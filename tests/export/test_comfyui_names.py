@@ -208,3 +208,18 @@ def test_adapters_of_hunyuanvideo15_have_the_names_and_sizes_of_comfyuis_layers(
         own = up[width * number : width * (number + 1)]
         torch.testing.assert_close(own[:, 2 * number : 2 * number + 2], weights.trainable()[layer + part + LORA_B].data)
         assert own.count_nonzero() == 2 * width
+
+
+def test_network_of_hunyuanvideo15_has_the_names_by_which_comfyui_recognizes_it() -> None:
+    spec = HunyuanVideo15Spec().tiny()
+    model: Any = spec.load(Placement())
+    tensors = spec.layout.to_original(model.net.state_dict(), {})
+    width = model.net.config.num_attention_heads * model.net.config.attention_head_dim
+    assert tensors["double_blocks.0.img_attn_qkv.weight"].shape == (3 * width, width)
+    recognized = {"img_in.proj.weight", "byt5_in.fc1.weight", "vision_in.proj.0.weight", "cond_type_embedding.weight"}
+    recognized |= {f"{REFINER}.0.norm1.weight", "txt_in.input_embedder.weight", "final_layer.linear.weight"}
+    renamed = {"double_blocks.0.txt_attn_k_norm.weight", "txt_in.t_embedder.mlp.2.bias", "time_in.mlp.0.weight"}
+    assert recognized | renamed | {"byt5_in.layernorm.bias", "vision_in.proj.4.weight"} <= tensors.keys()
+    assert not any(key.startswith(("vector_in.", "guidance_in.", "single_blocks.")) for key in tensors)  # those of 1
+    swapped = tensors["final_layer.adaLN_modulation.1.bias"].chunk(2)
+    torch.testing.assert_close(torch.cat(swapped[::-1]), model.net.norm_out.linear.bias.data)
