@@ -21,6 +21,7 @@ PAGES = [
     "choose-an-objective.md",
     "concepts.md",
     "editing.md",
+    "few-steps.md",
     "first-gpu-run.md",
     "get-started.md",
     "group-rewards.md",

@@ -19,6 +19,7 @@ from tastemaker.config.load import list_generator_recipes, load
 from tastemaker.config.recipes import read_yaml_mapping, recipe_paths
 from tastemaker.config.registries import MODELS, OBJECTIVES, PROCESSES, REWARDS
 from tastemaker.config.schema import RunConfig
+from tastemaker.core.cards import WeightsSource
 from tastemaker.core.model_spec import ModelSpec
 from tastemaker.verification.models import list_models, load_spec
 from tastemaker.verification.report import Entry, read_report
@@ -51,43 +52,84 @@ def published_models() -> dict[str, ModelSpec]:
     return {name: load_spec(name) for name, kind in list_models().items() if not kind.startswith("toy_")}
 
 
+def keep_names_whole(text: str) -> str:
+    """A table in a block that docs/site.css styles: no name in it breaks in the middle."""
+    return f'<div class="whole-names" markdown>\n\n{text}\n\n</div>'
+
+
 def models_table() -> str:
-    """One line per model: what it generates, memory, ranks, exports, and who verified it."""
-    memory = json.loads(MEMORY.read_text(encoding="utf-8"))["models"] if MEMORY.is_file() else {}
-    results = latest_entries("model")
-    head = ["model", "family", "tasks", "objectives", "size", "precision", "memory", "context parallel", "export"]
-    head += ["weights", "verified"]
-    recipes = recipes_of_models()
+    """One line per model: what it generates, its size, download and license."""
+    head = ["model", "type", "tasks", "size", "download", "license"]
     rows = []
     for name, spec in published_models().items():
-        measured = memory.get(name, {})
+        source = spec.sources[0] if spec.sources else None
         rows.append(
             [
                 f"`{name}`",
-                f"`{list_models()[name]}`, {PROCESSES.name(spec.process_type)}",
+                f"`{list_models()[name]}`",
                 ", ".join(find_tasks(spec)),
-                ", ".join(sorted({f"`{registered_name(type(each.objective))}`" for each in recipes[name]})) or "-",
                 describe_size(spec),
-                ", ".join(sorted({each.engine.precision for each in recipes[name]})) or "-",
+                describe_download(source),
+                shorten_license(source.license) if source else "-",
+            ]
+        )
+    return keep_names_whole(table(head, rows))
+
+
+def describe_download(source: WeightsSource | None) -> str:
+    """The size of the published weights, if somebody has written it down."""
+    if source is None:
+        return "included"
+    return "-" if source.size == WeightsSource.size else source.size
+
+
+def shorten_license(text: str) -> str:
+    """A license without the words that the head of its column says."""
+    return re.sub(r" license( agreement)?(?=;| \(|$)", "", text, flags=re.IGNORECASE)
+
+
+def abilities_table() -> str:
+    """One line per model: objectives and precision of its recipes, memory, ranks, exports, and who verified it."""
+    memory = json.loads(MEMORY.read_text(encoding="utf-8"))["models"] if MEMORY.is_file() else {}
+    results = latest_entries("model")
+    head = ["model", "objectives", "precision", "memory", "context parallel", "export", "verified"]
+    recipes = recipes_of_models()
+    rows = []
+    for name, spec in published_models().items():
+        measured, configs = memory.get(name, {}), recipes[name].values()
+        rows.append(
+            [
+                f"`{name}`",
+                ", ".join(sorted({f"`{registered_name(type(each.objective))}`" for each in configs})) or "-",
+                ", ".join(sorted({each.engine.precision for each in configs})) or "-",
                 f"{measured['peak'] / GIB:.1f} GiB" if measured else "-",
                 "yes" if spec.supports_context_parallel else "no",
                 ", ".join(export_targets(spec)) or "-",
-                "; ".join(f"{source.size}, {source.license}" for source in spec.sources[:1]) or "included, or your own",
                 describe_result(results.get((name, False))),
             ]
         )
-    return table(head, rows)
+    return keep_names_whole(table(head, rows))
+
+
+def few_steps_table() -> str:
+    """One line per model that was distilled to few steps, with its recipes."""
+    rows = [
+        [f"`{name}`", str(spec.distilled_steps), ", ".join(f"`{recipe}`" for recipe in recipes_of_models()[name])]
+        for name, spec in published_models().items()
+        if spec.distilled_steps is not None
+    ]
+    return keep_names_whole(table(["model", "steps", "recipes"], rows))
 
 
 @cache
-def recipes_of_models() -> dict[str, list[RunConfig]]:
-    """The configurations of the recipes of each model, by the name of its part or type."""
-    configs: dict[str, list[RunConfig]] = {name: [] for name in published_models()}
+def recipes_of_models() -> dict[str, dict[str, RunConfig]]:
+    """The configurations of the recipes of each model by their names, by the name of its part or type."""
+    configs: dict[str, dict[str, RunConfig]] = {name: {} for name in published_models()}
     for recipe in list_generator_recipes():
         part = find_model_part(recipe_paths()[recipe])
         name = part or MODELS.name(type(load(recipe).model))
         if name in configs:
-            configs[name].append(load(recipe))
+            configs[name][recipe] = load(recipe)
     return configs
 
 
@@ -146,7 +188,7 @@ def objectives_table() -> str:
         working = [each for each in OBJECTIVES if issubclass(process, OBJECTIVES.find(each).needs)]
         models = [f"`{model}`" for model, spec in published_models().items() if issubclass(spec.process_type, process)]
         rows.append([f"`{name}`", ", ".join(f"`{each}`" for each in working), ", ".join(models)])
-    return table(["process", "objectives", "models"], rows)
+    return keep_names_whole(table(["process", "objectives", "models"], rows))
 
 
 # Verification
@@ -193,6 +235,8 @@ def verified_versions() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "models": models_table,
+    "abilities": abilities_table,
+    "few steps": few_steps_table,
     "objectives": objectives_table,
     "verified models": lambda: verification_table("model", list_models()),
     "verified rewards": lambda: verification_table("reward", REWARDS),

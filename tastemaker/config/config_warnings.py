@@ -71,9 +71,8 @@ def _warn_timestep_shift(config: RunConfig) -> list[str]:
         return []
     return [
         (
-            f"process.path.shift: {path.shift:g} is the shift for another video size or length; set "
-            f"process.path.shift={shift:.4f} for the size of this model, unless you chose {path.shift:g} on purpose "
-            "[TM807]"
+            f"process.path.shift: {path.shift:g} is not the shift that the weights were trained with at this size and "
+            f"length; set process.path.shift={shift:.4f}, unless you chose {path.shift:g} on purpose [TM807]"
         )
     ]
 

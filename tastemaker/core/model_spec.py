@@ -127,6 +127,12 @@ class ModelSpec(ABC):
         return None
 
     @property
+    def frame_rate(self) -> float | None:
+        """Frames per second of its clips: the setting `fps` of models that have it; None if it is not known."""
+        rate: float | None = getattr(self, "fps", None)
+        return None if rate is None else float(rate)
+
+    @property
     def needs_initial_image(self) -> bool:
         """Whether every prompt must come with an image, because the model continues one and the settings name none."""
         return False

@@ -164,6 +164,7 @@ class CogVideoXSpec(VideoTransformerSpec):
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    frame_rate: ClassVar[float] = 8.0
     published: ClassVar[PublishedModel] = COGVIDEOX
     backbone_class = CogVideoXBackbone
     compression = COMPRESSION

@@ -230,5 +230,9 @@ class FluxSpec(ImageSpec):
         "FluxPipeline", "transformer", "lora_transformer", flux_to_original, "flux"
     )
 
+    @property
+    def timestep_shift(self) -> float | None:
+        return 1.0 if self.weights == SCHNELL.hub else None
+
     def load_text_encoders(self, components: PipelineComponents) -> FluxPromptEncoder:
         return FluxPromptEncoder(components, self.max_text_tokens)

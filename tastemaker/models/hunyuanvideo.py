@@ -179,6 +179,7 @@ class HunyuanVideoSpec(VideoTransformerSpec):
     decode_tile_size: TileSize | None = None  # pixels per side of tiles decoded one at a time; none: whole frames
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
+    frame_rate: ClassVar[float] = 24.0
     published: ClassVar[PublishedModel] = HUNYUANVIDEO
     backbone_class = HunyuanVideoBackbone
     compression = COMPRESSION

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
-from .checkpoint_keys import reject_unknown_names
 from .component_configs import ComponentConfigs
 from .pipeline_components import JOINT_ATTENTION_LAYERS, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
@@ -30,6 +29,7 @@ from .video_backbone import (
     VideoTransformerSpec,
     latents_needed,
 )
+from .video_checkpoint_keys import hunyuanvideo15_to_comfyui, hunyuanvideo_comfyui_layer
 
 COMPRESSION = VideoCompression(channels=32, spatial_ratio=16, temporal_ratio=4, patch_size=1)
 GLYPH_TOKENS = 256  # of the text in quotation marks
@@ -213,13 +213,19 @@ class HunyuanVideo15Spec(VideoTransformerSpec):
     decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
+    frame_rate: ClassVar[float] = 24.0
     published: ClassVar[PublishedModel] = HUNYUANVIDEO15
     backbone_class = HunyuanVideo15Backbone
     compression = COMPRESSION
     text_encoders = ("text_encoder", "text_encoder_2")
     # diffusers' pipeline has no loader of adapters: they are added to its weights.
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "HunyuanVideo15Pipeline", "transformer", "", reject_unknown_names, lora_loader="merge"
+        "HunyuanVideo15Pipeline",
+        "transformer",
+        "lora_unet",
+        hunyuanvideo15_to_comfyui,
+        lora_loader="merge",
+        comfyui_layer=hunyuanvideo_comfyui_layer,
     )
 
     @property

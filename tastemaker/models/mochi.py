@@ -112,6 +112,7 @@ class MochiSpec(VideoTransformerSpec):
     decode_tile_frames: TileFrames | None = None  # frames per tile decoded one at a time; none: whole clips
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    frame_rate: ClassVar[float] = 30.0
     published: ClassVar[PublishedModel] = MOCHI
     backbone_class = MochiBackbone
     compression = COMPRESSION

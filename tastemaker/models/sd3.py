@@ -94,7 +94,7 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder_2": {**TINY_CLIP, "hidden_act": "gelu"},
     "text_encoder_3": {"vocab_size": 99, "d_model": 48, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
 }
-LICENSE = "under Stability AI's community license"
+LICENSE = "Stability AI Community License"
 RELEASES = (
     WeightsSource("stabilityai/stable-diffusion-3.5-medium", size="16 GB", license=LICENSE, gated=True),
     WeightsSource("stabilityai/stable-diffusion-3.5-large", size="28 GB", license=LICENSE, gated=True),

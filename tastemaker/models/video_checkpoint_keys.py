@@ -98,6 +98,20 @@ HUNYUANVIDEO_RULES: KeyRules = (
     (r"norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
     (r"proj_out\.", "final_layer.linear."),
 )
+HUNYUANVIDEO15_RULES: KeyRules = (
+    (r"time_embed\.timestep_embedder\.linear_1\.", "time_in.mlp.0."),
+    (r"time_embed\.timestep_embedder\.linear_2\.", "time_in.mlp.2."),
+    (r"time_embed\.timestep_embedder_r\.linear_1\.", "time_r_in.mlp.0."),
+    (r"time_embed\.timestep_embedder_r\.linear_2\.", "time_r_in.mlp.2."),
+    (r"context_embedder_2\.norm\.", "byt5_in.layernorm."),
+    (r"context_embedder_2\.linear_([123])\.", r"byt5_in.fc\1."),
+    (r"image_embedder\.norm_in\.", "vision_in.proj.0."),
+    (r"image_embedder\.linear_1\.", "vision_in.proj.1."),
+    (r"image_embedder\.linear_2\.", "vision_in.proj.3."),
+    (r"image_embedder\.norm_out\.", "vision_in.proj.4."),
+    (r"cond_type_embed\.", "cond_type_embedding."),
+    *HUNYUANVIDEO_RULES,
+)
 MOCHI_RULES: KeyRules = (
     (r"patch_embed\.", "x_embedder."),
     (r"time_embed\.timestep_embedder\.linear_1\.", "t_embedder.mlp.0."),
@@ -153,6 +167,15 @@ def hunyuanvideo_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Ten
     """Rename a transformer's tensors as Tencent does, whose last modulation has shift before scale."""
     swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
     return rename_and_concat({**tensors, **swapped}, HUNYUANVIDEO_RULES)
+
+
+def hunyuanvideo15_to_comfyui(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Rename a transformer's tensors as Tencent does, but with queries, keys and values fused, as ComfyUI has them.
+
+    ComfyUI's network of HunyuanVideo 1.5 is that of HunyuanVideo; Tencent's has three layers in place of the fused one.
+    """
+    swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
+    return rename_and_concat({**tensors, **swapped}, HUNYUANVIDEO15_RULES)
 
 
 def mochi_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:

@@ -271,6 +271,10 @@ class WanSpec(VideoTransformerSpec):
     backbone_class: ClassVar[type[VideoBackbone]] = WanBackbone
 
     @property
+    def frame_rate(self) -> float:
+        return 24.0 if "TI2V" in self.weights else 16.0
+
+    @property
     def compression(self) -> VideoCompression:
         return VideoCompression(self.latent_channels, self.downsample_factor, TEMPORAL_RATIO)
 

@@ -10,7 +10,9 @@ import copy
 import gc
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,23 @@ from ..models.pretrained import find_weights, silence_libraries
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
 from .tiny_pipelines import build_tiny_pipeline, byte_chat_tokenizer
-from .whole_pipelines import make_hunyuanvideo15_pipeline, make_qwen_image_21_pipeline, make_wan_i2v_pipeline
+from .whole_pipelines import (
+    LTX2_CALL,
+    LTX_SCHEDULER,
+    QWEN_SCHEDULER,
+    clip_image_processor,
+    join_ltx2_latents,
+    load_picture_processor,
+    make_hunyuanvideo15_pipeline,
+    make_ltx2_audio_vae,
+    make_ltx2_vocoder,
+    make_qwen_image_21_pipeline,
+    make_qwen_image_edit_pipeline,
+    make_wan_i2v_pipeline,
+    mark_image_tokens,
+    qwen_edit_constants,
+    split_ltx2_noise,
+)
 
 PROMPTS = ("a red cat on a mat", "two blue dogs")
 FLOW, DDIM, EULER = "FlowMatchEulerDiscreteScheduler", "DDIMScheduler", "EulerDiscreteScheduler"
@@ -60,22 +78,22 @@ class PipelineReference:
     is_distilled: bool = True  # False: the spec's guidance_scale is no input of this network
     settings: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # of the tiny pipeline, beside components
     latents: Callable[[Tensor], Tensor] | None = None  # ours [B, *shape] in the pipeline's layout; None: by its rules
+    # Our noise as several arguments, and the pipeline's output as our latents, where it has more than `latents`.
+    inputs: Callable[[Any, Any, Tensor], Mapping[str, Tensor]] | None = None  # of the pipeline and the spec
+    outputs: Callable[[Any, Any], Tensor] | None = None  # of the pipeline
+    shift_tokens: Callable[[Any], int] | None = None  # on which the timestep shift depends; None: all of a sample
     pixels: Callable[[Tensor], Tensor] = lambda x: x  # those of the pipeline [B, ...] as ours
     returns_latents: bool = True  # False: in a layout of its own, so that only pixels are compared
     prompts: Sequence[str] = PROMPTS
+    image_sizes: Sequence[tuple[float, float]] = ((1, 1),)  # of the images of a prompt: parts of height and width
+    constants: Callable[[Any], Mapping[str, Any]] = lambda spec: {}  # of the pipeline's module, which the spec sets
+    prepare: Callable[[Any], None] = lambda pipeline: None  # change what differs from the authors' code
+    load: Callable[[Path], Mapping[str, Any]] = lambda folder: {}  # published components that it cannot load by itself
     spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the tiny spec
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of tiny components
     components: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # tiny components that are not derived
     classes: Mapping[str, str] = field(default_factory=dict)  # of transformers, where a signature names a base class
     make: Callable[[Any], Any] | None = None  # the whole tiny pipeline of a spec, if too little of it is derived
-
-
-def clip_image_processor() -> Any:
-    """The image processor of CLIP with its published settings."""
-    from transformers import CLIPImageProcessor
-
-    processor_class: Any = CLIPImageProcessor
-    return processor_class()
 
 
 def over_white(rgba: Tensor) -> Tensor:
@@ -137,17 +155,17 @@ REFERENCES: dict[str, PipelineReference] = {
         {"_class_name": EULER, **STABLE_DIFFUSION, "steps_offset": 1, "timestep_spacing": "leading"}
     ),
     "qwen_image": PipelineReference(
-        {
-            "_class_name": FLOW,
-            "base_shift": 0.5,
-            "max_shift": 0.9,
-            "base_image_seq_len": 256,
-            "max_image_seq_len": 8192,
-            "shift": 1.0,
-            "shift_terminal": 0.02,
-            "use_dynamic_shifting": True,
-        },
+        {"_class_name": FLOW, **QWEN_SCHEDULER},
         spec={"max_text_tokens": 180},  # the published template alone has more bytes than tiny specs read
+    ),
+    "qwen_image_edit": PipelineReference(
+        {"_class_name": FLOW, **QWEN_SCHEDULER},
+        image_sizes=((1, 1), (1, 0.5)),
+        spec={"height": 64, "width": 64, "max_text_tokens": 600, "source_pixels": 64 * 64, "condition_pixels": 64 * 64},
+        constants=qwen_edit_constants,
+        prepare=mark_image_tokens,
+        load=load_picture_processor,
+        make=make_qwen_image_edit_pipeline,
     ),
     "wan": PipelineReference({"_class_name": FLOW, "shift": 3.0}, path=twice_shifted(3.0)),
     "z-image": Z_IMAGE,
@@ -179,16 +197,15 @@ REFERENCES: dict[str, PipelineReference] = {
         spec={"max_text_tokens": 64},
         make=make_hunyuanvideo15_pipeline,
     ),
-    "ltx": PipelineReference(
-        {
-            "_class_name": FLOW,
-            "base_image_seq_len": 1024,
-            "base_shift": 0.95,
-            "max_image_seq_len": 4096,
-            "max_shift": 2.05,
-            "shift_terminal": 0.1,
-            "use_dynamic_shifting": True,
-        }
+    "ltx": PipelineReference({"_class_name": FLOW, **LTX_SCHEDULER}),
+    "ltx2": PipelineReference(
+        {"_class_name": FLOW, **LTX_SCHEDULER},
+        call=LTX2_CALL,
+        latents=lambda x: x,
+        inputs=split_ltx2_noise,
+        outputs=join_ltx2_latents,
+        shift_tokens=lambda spec: spec.video_tokens,
+        components={"audio_vae": make_ltx2_audio_vae, "vocoder": make_ltx2_vocoder},
     ),
     "hunyuanvideo": PipelineReference({"_class_name": FLOW, "shift": 7.0}, spec={"max_text_tokens": 512}),
     "mochi": PipelineReference({"_class_name": FLOW, "invert_sigmas": True}),
@@ -219,10 +236,8 @@ UNCOMPARED: dict[str, str] = {
     "janus": "transformers has no pipeline of it; the tests compare tokens, logits and pixels with its model",
     "latent_dit": "its network is compared with diffusers' DiT in the tests",
     "llamagen": "no library has its sampler; the tests compare tokens with recordings of the authors' code",
-    "ltx2": "its sound is a second input of noise; the tests compare video and sound with diffusers' pipeline",
     "maskgit": "a network of this package",
     "opensora": "no library has its pipeline; the tests compare networks with recordings of the authors' code",
-    "qwen_image_edit": "its pipeline resizes sources to a megapixel; the tests compare it at a smaller size",
     "sana_sprint": "its sampler adds noise of its own; the tests compare samples with diffusers' pipeline",
     "showo": "no library has its sampler; the tests compare logits with recordings of the authors' code",
     "toy_causal": "a network of this package",
@@ -285,21 +300,22 @@ class Comparison:
         return list(self.reference.prompts)[: 1 if self.takes_image else None]
 
     def images(self) -> list[Image.Image]:
-        """Random images of the model's size, one per prompt."""
+        """The random images of the prompt, of the model's size or of parts of it."""
         settings: Any = self.spec
-        shape, generator = (settings.height, settings.width, 3), torch.Generator().manual_seed(1)
-        return [
-            Image.fromarray(torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).numpy())
-            for _ in self.prompts
-        ]
+        generator = torch.Generator().manual_seed(1)
+        sizes = [(int(settings.height * high), int(settings.width * wide)) for high, wide in self.reference.image_sizes]
+        arrays = [torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8) for size in sizes]
+        return [Image.fromarray(array.numpy()) for array in arrays]
 
-    def metadata(self) -> list[dict[str, Tensor]]:
-        """The images as metadata of prompts: pixels [1, 3, H, W] in [0, 1]."""
+    def metadata(self) -> list[dict[str, Any]]:
+        """The images as metadata of prompts: pixels [1, 3, H, W] in [0, 1], or several of those."""
         if not self.takes_image:
             return [{} for _ in self.prompts]
-        arrays = [torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in self.images()]
-        size = self.images()[0].size
-        return [{"image": x.view(1, size[1], size[0], 3).permute(0, 3, 1, 2).float() / 255} for x in arrays]
+        pixels = []
+        for image in self.images():
+            array = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+            pixels.append(array.view(1, image.height, image.width, 3).permute(0, 3, 1, 2).float() / 255)
+        return [{"image": pixels if len(pixels) > 1 else pixels[0]}]
 
     def latents(self, x: Tensor) -> Tensor:
         """Our latents [B, *shape] in the layout of the pipeline's argument `latents`."""
@@ -340,7 +356,9 @@ class Comparison:
         if "fps" in names:
             candidates["frame_rate"] = settings.fps
         if self.takes_image:
-            candidates |= {"image": self.images()[0], "max_area": settings.height * settings.width}
+            images = self.images()
+            candidates["image"] = images if len(images) > 1 else images[0]
+            candidates["max_area"] = settings.height * settings.width
         chosen = {name: value for name, value in candidates.items() if name in self.parameters}
         further = {**self.reference.call, **(self.reference.tiny_call if self.tiny else {})}
         return {**chosen, **copy.deepcopy(further)}  # some pipelines change lists of prompts
@@ -360,19 +378,37 @@ class Comparison:
     @torch.no_grad()
     def sample_reference(self, start: Tensor) -> tuple[Tensor | None, Tensor]:
         """Latents, if the pipeline returns those of its argument's layout, and pixels from the same noise."""
-        noise = self.latents(start).to(self.placement.dtype)
         name = "images" if self.spec.frames == 1 else "frames"
 
-        def sample(kind: str) -> Tensor:
-            output = self.pipeline(latents=noise.clone(), output_type=kind, **self.call_options())
-            samples: Tensor = getattr(output, name)
-            return samples.float()
+        def sample(kind: str) -> Any:
+            if self.reference.inputs is None:
+                noise: Mapping[str, Tensor] = {"latents": self.latents(start).to(self.placement.dtype, copy=True)}
+            else:
+                noise = self.reference.inputs(self.pipeline, self.spec, start.clone())
+            return self.pipeline(**noise, output_type=kind, **self.call_options())
+
+        def read_latents(output: Any) -> Tensor:
+            outputs = self.reference.outputs
+            latents: Tensor = getattr(output, name) if outputs is None else outputs(self.pipeline, output)
+            return latents.float()
 
         gc.collect()
-        with silence_libraries():
+        with silence_libraries(), self.module_constants():
             self.pipeline.to(self.placement.device)
-            latents = sample("latent") if self.reference.returns_latents else None
-            return latents, self.reference.pixels(sample("pt"))
+            latents = read_latents(sample("latent")) if self.reference.returns_latents else None
+            return latents, self.reference.pixels(getattr(sample("pt"), name).float())
+
+    @contextmanager
+    def module_constants(self) -> Iterator[None]:
+        """The constants of the pipeline's module as the spec says, during the block."""
+        values = vars(sys.modules[type(self.pipeline).__module__])
+        changed = self.reference.constants(self.spec)
+        published = {name: values[name] for name in changed}
+        values.update(changed)
+        try:
+            yield
+        finally:
+            values.update(published)
 
 
 def prepare_comparison(
@@ -405,16 +441,22 @@ def prepare_comparison(
         weights = find_weights(spec.weights, spec.published.source(spec.weights))
         with silence_libraries():
             pipeline = pipeline_class.from_pretrained(
-                weights, dtype=placement.dtype, local_files_only=True, trust_remote_code=False
+                weights,
+                dtype=placement.dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                **reference.load(Path(weights)),
             )
         pipeline.set_progress_bar_config(disable=True)
         if type(pipeline.scheduler).__name__ != reference.scheduler["_class_name"]:
             options = dict(reference.scheduler)
             scheduler_class = getattr(diffusers, options.pop("_class_name"))
             pipeline.scheduler = scheduler_class.from_config(pipeline.scheduler.config, **options)
+    reference.prepare(pipeline)
     process = config.process.with_num_steps(sampling_steps).deterministic()
     if derive_shift:
-        process = with_dynamic_shift(process, pipeline, spec, layout.component)
+        tokens = reference.shift_tokens(spec) if reference.shift_tokens else None
+        process = with_dynamic_shift(process, pipeline, spec, layout.component, tokens)
     path: Any = process.path
     process = replace(process, path=replace(path, **reference.path(spec)))
     return Comparison(reference, spec, process, config.guidance, pipeline, placement, tiny)
@@ -440,11 +482,13 @@ def build_pipeline_of(spec: Any, pipeline_class: Any, reference: PipelineReferen
     )
 
 
-def with_dynamic_shift(process: GaussianProcess, pipeline: Any, spec: ModelSpec, component: str) -> GaussianProcess:
+def with_dynamic_shift(
+    process: GaussianProcess, pipeline: Any, spec: ModelSpec, component: str, tokens: int | None = None
+) -> GaussianProcess:
     """The process with the timestep shift that the pipeline's scheduler computes from the number of image tokens."""
     config, path = pipeline.scheduler.config, process.path
     if not isinstance(path, RectifiedFlow) or not config.get("use_dynamic_shifting"):
         return process
-    tokens = math.prod(spec.shape) // getattr(pipeline, component).config.in_channels
+    tokens = tokens or math.prod(spec.shape) // getattr(pipeline, component).config.in_channels
     keys = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
     return replace(process, path=replace(path, shift=dynamic_shift(tokens, *(config[key] for key in keys))))

@@ -19,6 +19,7 @@ from tastemaker.core.model_spec import ModelSpec
 from tastemaker.core.types import Placement
 from tastemaker.export.lora import LORA_A, LORA_B, LoraFactors, LoraFromFile, join_fused_layers, write_comfyui_lora
 from tastemaker.models.flux2 import Flux2Spec
+from tastemaker.models.hunyuanvideo15 import HunyuanVideo15Spec
 from tastemaker.models.video_checkpoint_keys import hunyuanvideo_comfyui_layer
 from tastemaker.models.z_image import ZImageSpec
 
@@ -87,6 +88,7 @@ AUTHORS: dict[str, tuple[Convert | None, str]] = {
     ),
     "mochi": (None, "blocks_0_attn_qkv_x"),
     "hunyuanvideo": (None, "single_blocks_0_linear1"),
+    "hunyuanvideo15": (None, "double_blocks_0_txt_attn_qkv"),
 }
 
 
@@ -154,3 +156,70 @@ REFINER = "txt_in.individual_token_refiner.blocks"
 )  # fmt: skip
 def test_names_of_hunyuanvideo_in_comfyui(authors: str, comfyui: str) -> None:
     assert hunyuanvideo_comfyui_layer(authors) == comfyui
+
+
+# Layers of ComfyUI's network of HunyuanVideo 1.5, of which its loader makes the names of adapters, and their inputs
+# and outputs in multiples of the network's width.
+HUNYUANVIDEO15_BLOCK = {
+    f"{stream}_{layer}": sizes
+    for stream in ("img", "txt")
+    for layer, sizes in {
+        "attn.qkv": (1, 3),
+        "attn.proj": (1, 1),
+        "mlp.0": (1, 2),  # 4 in the published network
+        "mlp.2": (2, 1),
+        "mod.lin": (1, 6),
+    }.items()
+}
+HUNYUANVIDEO15_REFINER = ("self_attn.qkv", "self_attn.proj", "mlp.0", "mlp.2", "adaLN_modulation.1")
+HUNYUANVIDEO15_OTHERS = (
+    *(
+        f"{name}.{layer}_layer"
+        for name in ("time_in", "txt_in.t_embedder", "txt_in.c_embedder")
+        for layer in ("in", "out")
+    ),
+    *(f"byt5_in.fc{number}" for number in (1, 2, 3)),
+    *("txt_in.input_embedder", "vision_in.proj.1", "vision_in.proj.3", "final_layer.linear"),
+    "final_layer.adaLN_modulation.1",
+)
+
+
+def test_adapters_of_hunyuanvideo15_have_the_names_and_sizes_of_comfyuis_layers(tmp_path: Path) -> None:
+    spec = HunyuanVideo15Spec().tiny()
+    model: Any = spec.load(Placement())
+    weights = random_lora(model, Lora(rank=2, target_modules="all-linear"))
+    write_comfyui_lora(weights, spec.layout, tmp_path / "lora.safetensors", torch.float32)
+    tensors = load_file(tmp_path / "lora.safetensors")
+    blocks = len(model.net.transformer_blocks)
+    refiners = len(model.net.context_embedder.token_refiner.refiner_blocks)
+    known = {
+        f"double_blocks.{i}.{layer}": sizes for i in range(blocks) for layer, sizes in HUNYUANVIDEO15_BLOCK.items()
+    }
+    others = {f"{REFINER}.{i}.{layer}" for i in range(refiners) for layer in HUNYUANVIDEO15_REFINER}
+    names = {f"lora_unet_{layer}".replace(".", "_"): layer for layer in (*known, *others, *HUNYUANVIDEO15_OTHERS)}
+    assert {key.partition(".")[0] for key in tensors} == names.keys()
+    width = model.net.config.num_attention_heads * model.net.config.attention_head_dim
+    for name, layer in names.items():
+        if layer in known:
+            shapes = (tensors[f"{name}.lora_down.weight"].shape[1], tensors[f"{name}.lora_up.weight"].shape[0])
+            assert shapes == tuple(width * times for times in known[layer]), layer
+    up, layer = tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"], "transformer_blocks.0.attn.to_"
+    for number, part in enumerate("qkv"):  # block-diagonal, in this order
+        own = up[width * number : width * (number + 1)]
+        torch.testing.assert_close(own[:, 2 * number : 2 * number + 2], weights.trainable()[layer + part + LORA_B].data)
+        assert own.count_nonzero() == 2 * width
+
+
+def test_network_of_hunyuanvideo15_has_the_names_by_which_comfyui_recognizes_it() -> None:
+    spec = HunyuanVideo15Spec().tiny()
+    model: Any = spec.load(Placement())
+    tensors = spec.layout.to_original(model.net.state_dict(), {})
+    width = model.net.config.num_attention_heads * model.net.config.attention_head_dim
+    assert tensors["double_blocks.0.img_attn_qkv.weight"].shape == (3 * width, width)
+    recognized = {"img_in.proj.weight", "byt5_in.fc1.weight", "vision_in.proj.0.weight", "cond_type_embedding.weight"}
+    recognized |= {f"{REFINER}.0.norm1.weight", "txt_in.input_embedder.weight", "final_layer.linear.weight"}
+    renamed = {"double_blocks.0.txt_attn_k_norm.weight", "txt_in.t_embedder.mlp.2.bias", "time_in.mlp.0.weight"}
+    assert recognized | renamed | {"byt5_in.layernorm.bias", "vision_in.proj.4.weight"} <= tensors.keys()
+    assert not any(key.startswith(("vector_in.", "guidance_in.", "single_blocks.")) for key in tensors)  # those of 1
+    swapped = tensors["final_layer.adaLN_modulation.1.bias"].chunk(2)
+    torch.testing.assert_close(torch.cat(swapped[::-1]), model.net.norm_out.linear.bias.data)

@@ -101,6 +101,10 @@ def test_unusual_sampling_of_distilled_weights_is_warned_about() -> None:
     assert "TM2460" in warnings_of("process.num_steps=20")
     assert "TM2461" in warnings_of("guidance={scale: 3}")
     assert "TM246" not in warnings_of("guidance={scale: 3}", "model.weights=./my-model")
+    schnell = "model.weights=black-forest-labs/FLUX.1-schnell"  # with the shift of FLUX.1-dev
+    (warning,) = collect_warnings(load("dancegrpo-flux", [schnell, "process.num_steps=4"]))
+    assert "process.path.shift=1.0000" in warning and "TM807" in warning
+    assert "TM807" not in " ".join(collect_warnings(load("nft-flux-schnell")))
 
 
 LEARNERS: dict[str, tuple[Objective[Any, Any, Any, Any], float, int, int]] = {  # with learning rate, steps and prompts

@@ -87,17 +87,33 @@ def test_every_model_has_memory_or_a_reason(pages: ModuleType) -> None:
 
 def test_objectives_and_precision_are_those_of_recipes(pages: ModuleType) -> None:
     recipes = pages.recipes_of_models()
-    assert {type(each.objective).__name__ for each in recipes["z-image-turbo"]} == {"GRPO", "NFT", "RewardGradient"}
-    assert {each.engine.precision for each in recipes["z-image"]} == {"bf16"}
+    turbo = recipes["z-image-turbo"].values()
+    assert {type(each.objective).__name__ for each in turbo} == {"GRPO", "NFT", "RewardGradient"}
+    assert {each.engine.precision for each in recipes["z-image"].values()} == {"bf16"}
     assert all(recipes[name] for name in pages.published_models())
+
+
+def test_models_of_few_steps_are_those_that_were_distilled(pages: ModuleType) -> None:
+    text = pages.expand_markers((DOCS / "few-steps.md").read_text(encoding="utf-8"))
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    steps = {row[0]: row[1:] for row in rows if row[1].isdigit()}
+    assert steps.keys() == {"`flux-schnell`", "`flux2-klein`", "`sana-sprint`", "`z-image-turbo`"}
+    assert steps["`flux-schnell`"] == ["4", "`nft-flux-schnell`"]
+    assert steps["`sana-sprint`"] == ["2", "`grpo-sana-sprint`, `reward-gradient-sana-sprint`"]
 
 
 @pytest.mark.slow
 def test_tables_of_models_have_every_model_and_objective(pages: ModuleType) -> None:
     text = pages.expand_markers((DOCS / "models.md").read_text(encoding="utf-8"))
-    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
-    assert {f"`{name}`" for name in pages.published_models()} <= set(lines)
-    assert "text-to-image, editing" in lines["`flux-kontext`"] and "image-to-video" in lines["`svd`"]
-    assert "class-to-image" in lines["`llamagen`"] and "832x480, 81 frames" in lines["`wan`"]
-    assert "| yes | diffusers, ComfyUI |" in lines["`flux`"] and "| no | diffusers |" in lines["`cogvideox`"]
+    names = [f"`{name}`" for name in pages.published_models()]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    models, abilities = ({row[0]: row[1:] for row in rows if len(row) == width} for width in (6, 7))
+    assert list(models) == list(abilities) == names
+    expected = ["text-to-image, editing", "1024x1024", "34 GB", "FLUX.1 [dev] Non-Commercial"]
+    assert models["`flux-kontext`"][1:] == expected
+    assert models["`llamagen`"][1] == "class-to-image" and models["`wan`"][2] == "832x480, 81 frames"
+    assert models["`svd`"][1] == "image-to-video" and models["`playground-flow`"][3:] == ["included", "-"]
+    assert abilities["`flux`"][3:] == ["yes", "diffusers, ComfyUI", "nobody"]
+    assert abilities["`cogvideox`"][3:5] == ["no", "diffusers"]
     assert all(f"`{name}`" in text for name in OBJECTIVES) and "<!--" not in text
+    assert text.count('<div class="whole-names" markdown>') == text.count("</div>") == 3

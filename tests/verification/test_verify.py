@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +194,54 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(monkeypatch: pytes
     monkeypatch.setattr("sys.executable", "/bin/false")
     dead = verify_in_process(Task("reward", "brightness"), TINY)
     assert dead.status == "failed" and "code 1" in dead.reason
+
+
+def test_an_editor_is_compared_with_two_sources_and_a_wrong_size_is_found(tmp_path: Path) -> None:
+    config, reference = models.load_config("qwen-image-edit", TINY, tmp_path), find_reference("", "qwen_image_edit")
+    options: dict[str, Any] = {"tiny": True, "sampling_steps": 2, "placement": Placement()}
+    comparison = prepare_comparison(config, reference, tmp_path / "pipeline", **options)
+    (metadata,) = comparison.metadata()
+    assert [image.shape[2:] for image in metadata["image"]] == [(64, 64), (64, 32)]
+    assert models.compare(comparison, models.TOLERANCES["tiny"]).verdict == "pass"
+    module = sys.modules[type(comparison.pipeline).__module__]
+    assert vars(module)["VAE_IMAGE_SIZE"] == 1024 * 1024  # as before the comparison
+    smaller = replace(comparison, reference=replace(reference, constants=lambda spec: {"VAE_IMAGE_SIZE": 32 * 32}))
+    assert models.compare(smaller, models.TOLERANCES["tiny"]).verdict == "fail"
+
+
+@pytest.mark.slow
+def test_sound_is_compared_beside_video(tmp_path: Path) -> None:
+    config, reference = models.load_config("ltx2", TINY, tmp_path), find_reference("ltx2", "ltx2")
+    options: dict[str, Any] = {"tiny": True, "sampling_steps": 2, "placement": Placement()}
+    comparison = prepare_comparison(config, reference, tmp_path / "pipeline", **options)
+    check = models.compare(comparison, models.TOLERANCES["tiny"])
+    assert check.verdict == "pass" and 0 < check.values["latents_relative"] < 5e-5
+    start, final, _ = comparison.sample_ours()
+    published, _ = comparison.sample_reference(start)
+    spec: Any = comparison.spec
+    tokens = spec.video_tokens
+    assert published is not None and published[:, tokens:].shape == final[:, tokens:].shape == (2, 9, 128)
+    assert (published - start)[:, tokens:].abs().max() > 0.1  # the sound was denoised
+    quiet = replace(reference, call={**reference.call, "audio_guidance_scale": 1.5})
+    assert models.compare(replace(comparison, reference=quiet), models.TOLERANCES["tiny"]).verdict == "fail"
+
+
+@pytest.mark.slow
+def test_a_published_editor_needs_no_processor_of_videos(tmp_path: Path) -> None:
+    """The path of published weights: the processor comes from files of the folder, without torchvision."""
+    reference, spec = find_reference("", "qwen_image_edit"), models.load_spec("qwen-image-edit")
+    pipeline = build_pipeline_of(spec.tiny(), load_pipeline_class(spec.layout), reference)
+    index = tmp_path / str(spec.weights) / "model_index.json"
+    with silence_libraries():
+        pipeline.save_pretrained(index.parent)
+    published = {**json.loads(index.read_text()), "processor": ["transformers", "Qwen2VLProcessor"]}
+    index.write_text(json.dumps(published))
+    settings = replace(TINY, tiny=False, weights=str(tmp_path))
+    sizes = ["height=64", "width=64", "source_pixels=4096", "condition_pixels=4096", "max_text_tokens=1000"]
+    config = models.load_config("qwen-image-edit", settings, tmp_path, [f"model.{size}" for size in sizes])
+    config = replace(config, model=with_local_weights(config.model, settings.weights))
+    check = models.check_samples("qwen-image-edit", config, settings, tmp_path, is_recipe=True)
+    assert check.verdict == "pass" and check.values["latents_relative"] < 5e-5, check.reason
 
 
 @pytest.mark.slow
