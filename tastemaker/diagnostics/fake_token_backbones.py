@@ -230,6 +230,7 @@ class FakeTokenDecoder:
     uniform: Tensor  # [B, L]
     dtype: torch.dtype
     cache: Tensor | None
+    low_precision: bool = False
     written: int = field(default=0)
 
     @property
