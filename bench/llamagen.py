@@ -251,9 +251,12 @@ def print_table(results: Results) -> None:
             times = f"{result['decoder seconds']:.3f} s, torch.compile {result['compiled seconds']:.3f} s"
             print(f"{result['section']}: CUDA-graph decoder {times}: {result['ratio']:.2f}x")
         if "x plain" in result:
-            times = f"{result['8-bit seconds']:.3f} s, bf16 {result['plain seconds']:.3f} s: {result['x plain']:.2f}x"
-            sizes = f"of logits up to {result['largest logit']:.2f}; kernels: {result['kernel difference']:.4f}"
-            print(f"{result['section']}: {times}; largest difference {result['logit difference']:.4f} {sizes}")
+            times = f"{result['8-bit seconds']:.3f} s, plain {result['plain seconds']:.3f} s: {result['x plain']:.2f}x"
+            print(f"{result['section']}: 8 bits {times}")
+        if "logit difference" in result:
+            kernels = f"kernels from expanded weights by at most {result['kernel difference']:.4f}"
+            text = f"logits up to {result['largest logit']:.2f} differ by at most {result['logit difference']:.4f}"
+            print(f"{result['section']}: {text}, {kernels}")
         if "step" in result:
             shares = ", ".join(f"{phase} {share:.0%}" for phase, share in result["shares"].items())
             print(f"GRPO, {result['step']}: {result['seconds']:.2f} s, {shares}; {result['GiB']:.1f} GiB")

@@ -107,8 +107,9 @@ def find_ratio_problem(config: RunConfig, key: str) -> str | None:
     if not (isinstance(process, AutoregressiveProcess) and objective.corrects_rollout_precision):
         return (
             f"{key}, but {type(objective).__name__} divides by the probabilities of the network that sampled, "
-            "so its first ratio would not be 1; set engine.rollout_precision=same, or use an objective that needs only "
-            "the samples, such as nft or elbo_grpo, or for tokens grpo [TM2604]"
+            "so its first ratio would not be 1, and scoring every step again would cost more calls than 8 bits save; "
+            "set engine.rollout_precision=same, or use an objective that needs only the samples, such as nft or "
+            "elbo_grpo, or grpo on an autoregressive model [TM2604]"
         )
     if process.recompute_log_probs:
         return None
@@ -124,8 +125,9 @@ def find_token_decoder_problem(config: RunConfig, key: str) -> str | None:
         return None
     if not config.model.supports_8bit_decoding:
         return (
-            f"{key}, but the token decoder of {type(config.model).__name__} keeps the precision of its weights; only "
-            "those of LlamaGen and of the playground's causal model read 8 bits; remove it [TM2606]"
+            f"{key}, but the token decoder of {type(config.model).__name__} keeps the precision of its weights, "
+            "because it calls layers one by one and not in a CUDA graph; those of LlamaGen and of the playground's "
+            "causal model read 8 bits; remove it [TM2606]"
         )
     if config.engine.rollout_precision != "bf16":
         return None

@@ -94,7 +94,7 @@ class DecodeWeights:
         if kind is not None:
             numbers = torch.empty(sum(heights), in_features, dtype=DTYPES[kind], device=device)
             scale = torch.empty(sum(heights), 1, device=device)
-            parts = zip(modules, numbers.split(heights), scale.split(heights), strict=True)
+            parts = zip(modules, torch.split(numbers, heights), torch.split(scale, heights), strict=True)
             self.quantized += [QuantizedCopy(*part) for part in parts]
             return DecodeMatrix(numbers, scale)
         linear = [module for module in modules if type(module) is nn.Linear and module.weight.dtype == self.dtype]
