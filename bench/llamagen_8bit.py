@@ -102,8 +102,8 @@ def compare_logits(section: str, net: GPT, config: GPTConfig, kind: Kind) -> dic
             decoder.replace_last(exact.ids[:, i])
     log(
         section,
-        f"logits up to {largest:.2f}: {kind} differs from the plain weights by at most {rounding:.4f}, kernels from expanded "
-        f"weights by at most {kernels:.4f}",
+        f"logits up to {largest:.2f}: {kind} differs from plain weights by at most {rounding:.4f}, kernels from "
+        f"expanded weights by at most {kernels:.4f}",
     )
     return {"largest logit": largest, "logit difference": rounding, "kernel difference": kernels}
 
