@@ -48,6 +48,17 @@ def median_seconds(work: Callable[[], Any], repeats: int = 3, warmup: int = 1) -
     return sorted(times)[len(times) // 2]
 
 
+def seconds_in_graph(kernel: Callable[[], Any], repeats: int = 50) -> float:
+    """Return the time of one call among many in a CUDA graph."""
+    kernel()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            kernel()
+    return median_seconds(graph.replay, 5) / repeats
+
+
 def copy_bandwidth() -> float:
     """Bytes per second that a copy within the device reads and writes."""
     source = torch.randn(2**30 if CUDA else 2**20, device=DEVICE, dtype=torch.bfloat16)

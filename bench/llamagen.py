@@ -3,6 +3,7 @@
     python bench/llamagen.py --out llamagen.json         # on a GPU of at least 100 GiB
     python bench/llamagen.py --tiny --out tiny.json      # small networks, on any machine
     python bench/llamagen.py --sections compile-B,compile-XL,compile-3B  # against torch.compile
+    python bench/llamagen.py --sections kernels-fp8,B-fp8,XXL-fp8,XXL-64-fp8  # 8-bit weights against bf16
 
 A step reads all weights but the embeddings, and the cached keys and values. For 8 guided images of 576 tokens in
 bfloat16 that is on average 0.36 (B), 1.1 (L), 2.4 (XL), 4.1 (XXL) and 7.5 GB (3B), so that a batch takes at least 0.05,
@@ -27,8 +28,10 @@ from device import (  # beside this file, in no package
     peak_gib,
     print_header,
     reset_memory,
+    seconds_in_graph,
     synchronize,
 )
+from llamagen_8bit import measure_8bit_kernels, measure_8bit_sampling
 from llamagen_compile import compare_with_compile
 from llamagen_grpo import measure_grpo
 from llamagen_networks import LlamagenOptions, build_gpt, bytes_per_batch, decode_all, gpt_config, make_request
@@ -46,6 +49,9 @@ SECTIONS = {  # seconds
     "kernels": 60, "agreement": 60, "B": 50, "L": 45, "XL": 45, "XXL": 60, "3B": 60, "XXL-64": 50, "grpo": 110,
 }  # fmt: skip
 COMPILE_SECTIONS = {f"compile-{size}": 200 for size in ("B", "L", "XL", "XXL", "3B")}  # not by default
+EIGHT_BIT_SECTIONS = {  # not by default
+    f"{name}-{kind}": 90 for kind in ("fp8", "int8") for name in ("kernels", "B", "XL", "XXL", "3B", "XXL-64")
+}
 TARGET_SECONDS = {"B": 0.18}  # for 8 images
 TARGET_SHARES = {"XXL": 0.55}  # of the bandwidth of a copy, for 8 images
 PUBLISHED = {"B": 7.7, "L": 14.6, "XL": 26.2, "XXL": 36.5, "3B": 19.7}  # seconds of the published code on an H200
@@ -193,7 +199,7 @@ def kernel_calls(runner: DecodeGraphRunner) -> dict[str, Callable[[], Any]]:
         return call
 
     def gated_linear(columns: int, depth: int, stages: int) -> Callable[[], None]:
-        return lambda: decode_kernels.gated_linear(normed, next_layer().w13, hidden, columns, depth, stages)
+        return lambda: decode_kernels.gated_linear(normed, next_layer().w13.weight, hidden, columns, depth, stages)
 
     def sample() -> None:
         state = (runner.uniform, runner.ids, runner.log_prob, runner.last, position)
@@ -203,27 +209,16 @@ def kernel_calls(runner: DecodeGraphRunner) -> dict[str, Callable[[], Any]]:
     norm = layers[0].attention_norm
     return {
         "add and norm": lambda: decode_kernels.add_norm(runner.residual, out, norm, normed, 1e-5),
-        "wqkv": lambda: torch.mm(normed, next_layer().wqkv.t(), out=qkv),
+        "wqkv": lambda: torch.mm(normed, next_layer().wqkv.weight.t(), out=qkv),
         **{f"attention, {a} stages, tiles of {b}, {c} warps": attention(a, b, c) for a, b, c in ATTENTION_TILINGS},
-        "wo": lambda: torch.mm(mixed, next_layer().wo.t(), out=out),
-        "w1 and w3": lambda: torch.mm(normed, next_layer().w13.t(), out=w13),
+        "wo": lambda: torch.mm(mixed, next_layer().wo.weight.t(), out=out),
+        "w1 and w3": lambda: torch.mm(normed, next_layer().w13.weight.t(), out=w13),
         "gate": lambda: decode_kernels.gate(w13, hidden),
         **{f"w1, w3 and gate, {a} columns, depth {b}": gated_linear(a, b, c) for a, b, c in GATED_LINEAR_TILINGS},
-        "w2": lambda: torch.mm(hidden, next_layer().w2.t(), out=out),
-        "output": lambda: torch.mm(normed, runner.weights.output.t(), out=logits),
+        "w2": lambda: torch.mm(hidden, next_layer().w2.weight.t(), out=out),
+        "output": lambda: torch.mm(normed, runner.weights.output.weight.t(), out=logits),
         "sample": sample,
     }
-
-
-def seconds_in_graph(kernel: Callable[[], Any], repeats: int = 50) -> float:
-    """Return the time of one call among many in a CUDA graph."""
-    kernel()
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            kernel()
-    return median_seconds(graph.replay, 5) / repeats
 
 
 def describe_target(section: str) -> str:
@@ -255,6 +250,13 @@ def print_table(results: Results) -> None:
         if "ratio" in result:
             times = f"{result['decoder seconds']:.3f} s, torch.compile {result['compiled seconds']:.3f} s"
             print(f"{result['section']}: CUDA-graph decoder {times}: {result['ratio']:.2f}x")
+        if "x plain" in result:
+            times = f"{result['8-bit seconds']:.3f} s, plain {result['plain seconds']:.3f} s: {result['x plain']:.2f}x"
+            print(f"{result['section']}: 8 bits {times}")
+        if "logit difference" in result:
+            kernels = f"kernels from expanded weights by at most {result['kernel difference']:.4f}"
+            text = f"logits up to {result['largest logit']:.2f} differ by at most {result['logit difference']:.4f}"
+            print(f"{result['section']}: {text}, {kernels}")
         if "step" in result:
             shares = ", ".join(f"{phase} {share:.0%}" for phase, share in result["shares"].items())
             print(f"GRPO, {result['step']}: {result['seconds']:.2f} s, {shares}; {result['GiB']:.1f} GiB")
@@ -267,12 +269,16 @@ def print_table(results: Results) -> None:
 def main() -> None:
     options = section_parser(",".join(SECTIONS), 480.0).parse_args()
     if not options.section:
-        print_table(run_sections(__file__, SECTIONS | COMPILE_SECTIONS, options))
+        print_table(run_sections(__file__, SECTIONS | COMPILE_SECTIONS | EIGHT_BIT_SECTIONS, options))
         return
     torch.manual_seed(0)
     torch.set_num_threads(1 if options.tiny else torch.get_num_threads())
     measures = {"kernels": measure_kernels, "agreement": measure_agreement, "grpo": measure_grpo}
     measures |= dict.fromkeys(COMPILE_SECTIONS, compare_with_compile)
+    measures |= {
+        name: measure_8bit_kernels if name.startswith("kernels") else measure_8bit_sampling
+        for name in EIGHT_BIT_SECTIONS
+    }
     section_options = LlamagenOptions(options.tiny, time.monotonic() + options.seconds)
     measures.get(options.section, measure_sampling)(options.section, section_options, result_writer(options.out))
 

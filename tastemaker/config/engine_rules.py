@@ -89,19 +89,49 @@ def check_rollout_precision(config: AnyConfig, world_size: int) -> str | None:
         return None
     if engine.rollout_precision == "bf16" and engine.base_precision != "same":
         return f"{key}, but engine.base_precision keeps the weights in 8 bits; set engine.precision=bf16 [TM2680]"
-    if config.objective.samples_per_prompt() and config.objective.needs_log_probs():
-        return (
-            f"{key}, but {type(config.objective).__name__} divides by the probabilities of the network that sampled, "
-            "so its first ratio would not be 1; set engine.rollout_precision=same, or use an objective that needs only "
-            "the samples, such as nft or elbo_grpo [TM2604]"
-        )
-    if isinstance(config.process, AutoregressiveProcess):
-        return f"{key}, but token decoders keep the precision of their weights; remove it [TM2606]"
+    problem = find_ratio_problem(config, key) or find_token_decoder_problem(config, key)
+    if problem:
+        return problem
     conflicts = {"cuda_graphs": engine.cuda_graphs, "strategy": engine.strategy != "replicated"}
     conflict = next((name for name, active in conflicts.items() if active), None)
     if conflict is None:
         return None
     return f"{key} cannot be combined with engine.{conflict}; remove one of them [TM2605]"
+
+
+def find_ratio_problem(config: RunConfig, key: str) -> str | None:
+    """Why the objective's probability ratios do not allow samples of another precision; None if they do."""
+    objective, process = config.objective, config.process
+    if not (objective.samples_per_prompt() and objective.needs_log_probs()):
+        return None
+    if not (isinstance(process, AutoregressiveProcess) and objective.corrects_rollout_precision):
+        return (
+            f"{key}, but {type(objective).__name__} divides by the probabilities of the network that sampled, "
+            "so its first ratio would not be 1, and scoring every step again would cost more calls than 8 bits save; "
+            "set engine.rollout_precision=same, or use an objective that needs only the samples, such as nft or "
+            "elbo_grpo, or grpo on an autoregressive model [TM2604]"
+        )
+    if process.recompute_log_probs:
+        return None
+    return (
+        f"{key}, but process.recompute_log_probs is false, so ratios would divide by probabilities of the 8-bit "
+        "rollouts; set process.recompute_log_probs=true, or engine.rollout_precision=same [TM2691]"
+    )
+
+
+def find_token_decoder_problem(config: RunConfig, key: str) -> str | None:
+    """Why the model's token decoder does not multiply weights of this precision; None if it does, or has none."""
+    if not isinstance(config.process, AutoregressiveProcess):
+        return None
+    if not config.model.supports_8bit_decoding:
+        return (
+            f"{key}, but the token decoder of {type(config.model).__name__} keeps the precision of its weights, "
+            "because it calls layers one by one and not in a CUDA graph; those of LlamaGen and of the playground's "
+            "causal model read 8 bits; remove it [TM2606]"
+        )
+    if config.engine.rollout_precision != "bf16":
+        return None
+    return f"{key}, but token decoders compute in engine.precision; set fp8 or int8 for 8-bit weights, or same [TM2692]"
 
 
 def check_activation_memory(config: AnyConfig, world_size: int) -> str | None:

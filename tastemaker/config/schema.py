@@ -59,7 +59,7 @@ class EngineConfig:
     context_parallel: PositiveInt = 1  # ranks that share the tokens of a sample; FLUX, Qwen-Image, Wan and LTX only
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: the best for the device
     base_precision: Literal["same", "fp8", "int8"] = "same"  # in which adapters keep the frozen weights below them
-    rollout_precision: Literal["same", "bf16", "fp8", "int8"] = "same"  # of large linear layers while samples are made
+    rollout_precision: Literal["same", "bf16", "fp8", "int8"] = "same"  # of large layers, in rollouts
     reduce_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # of gradients between ranks
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of trained weights; bf16 rounds stochastically
     activation_memory: Literal["keep", "checkpoint", "offload", "auto"] = "keep"  # auto: as few checkpoints as fit

@@ -79,6 +79,7 @@ class ModelSpec(ABC):
     """The settings of a model, a frozen dataclass; `load` builds the backbone."""
 
     supports_context_parallel: ClassVar[bool] = False  # whether ranks can share tokens (`engine.context_parallel`)
+    supports_8bit_decoding: ClassVar[bool] = False  # whether token decoders read 8 bits (`engine.rollout_precision`)
 
     @property
     @abstractmethod

@@ -157,6 +157,8 @@ class Objective(ABC, Generic[P, B, E, Q]):
     needs: ClassVar[type] = Process  # the generation process it works on
     needs_gradient: ClassVar[bool] = False  # of the rewards
     needs_reward: ClassVar[bool] = True  # to train on its own samples
+    # Whether it weighs tokens of 8-bit rollouts by their probability in the training precision
+    corrects_rollout_precision: ClassVar[bool] = False
     needs_stochastic: ClassVar[bool] = False  # a stochastic sampler: a deterministic one has no actions
     consumes: ClassVar[type]  # the type of batch it trains on: PromptBatch, ImageBatch, PreferenceBatch …
     also_consumes: ClassVar[tuple[type, ...]] = ()  # other types of batches it accepts

@@ -29,6 +29,10 @@ class TokenDecoder(Protocol):
     def log_prob(self) -> Tensor:
         """Log-probabilities of the tokens so far, before top-k and top-p: [B, L]."""
 
+    @property
+    def low_precision(self) -> bool:
+        """Whether it multiplies weights in fewer bits than the training does."""
+
     def decode_next(self) -> None:
         """Sample the next token of every sequence."""
 

@@ -192,6 +192,8 @@ class Segment:
     log_prob: Tensor  # [B, K] under the policy that sampled
     mask: Tensor  # [B, K] which of the K actions were taken in this segment
     mean: Tensor | None = None  # [B, ...] mean of the distribution that the action was sampled from, if asked for
+    # [B, K] log-prob of the sampler in the training precision minus that of its 8 bits; None without 8-bit rollouts
+    precision_log_ratio: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..config.schema import EngineConfig, RunConfig
 from ..core.objective import Context, SingleProcess
 from ..core.policy import Policy
+from ..core.quantization import TokenNetwork
 from ..core.randomness import Randomness
 from ..core.reward import PendingScores, Rubric, Scores, WeightedReward
 from ..core.types import (
@@ -38,6 +39,7 @@ from ..core.types import (
 )
 from ..core.weights import FrozenCopyWeights, Weights
 from ..data.joint import JointData
+from ..models.nets.gpt import GPT
 from ..models.showo.model import ShowoSpec
 from ..objectives.distill import Distillation
 from ..objectives.reward_gradient import RewardGradient
@@ -48,7 +50,7 @@ from ..training.low_precision_linear import QuantizedLinear
 from ..training.rollout_precision import rollout_layers
 from .fake_backbones import PLANNED_AUTOENCODER, held_modules, lent_encoders, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
-from .fake_token_backbones import FakeDecoderPool, FakeJanusBackbone, FakeLlamagenBackbone, fake_mode_of
+from .fake_token_backbones import FakeDecoderPool, FakeJanusBackbone, FakeLlamagenBackbone, block_matrices, fake_mode_of
 
 CPU_DEVICE = torch.device("cpu")
 CLIP_VISION_CONFIG = {
@@ -154,6 +156,8 @@ def prepare_network(weights: Weights, engine: EngineConfig) -> list[nn.Linear]:
         quantized = quantized_base.quantize_frozen_layers(net, engine.base_precision)
     if engine.activation_memory == "checkpoint":
         activation_memory.checkpoint_activations(net, engine.checkpointed_blocks)
+    if isinstance(net, TokenNetwork) and engine.rollout_precision in ("fp8", "int8"):
+        net.rollout_kind = engine.rollout_precision
     for p in weights.trainable().values():
         p.grad = torch.empty_like(p)
     return quantized
@@ -178,6 +182,8 @@ def _rollout_copy_bytes(weights: Weights, engine: EngineConfig) -> float:
     """
     if engine.rollout_precision in ("same", engine.precision):
         return 0.0
+    if isinstance(weights.net, GPT):
+        return float(sum(rows * columns + 4 * rows for rows, columns in block_matrices(weights.net)))
     nets = [weights.net, *(weights.copies.values() if isinstance(weights, FrozenCopyWeights) else ())]
     layers = [layer for net in nets for layer in rollout_layers(net) if not isinstance(layer, QuantizedLinear)]
     if engine.rollout_precision == "bf16":

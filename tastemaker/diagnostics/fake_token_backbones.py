@@ -21,6 +21,7 @@ from ..models.janus.model import JanusBackbone, JanusSpec
 from ..models.llamagen.model import LlamagenBackbone, LlamagenSpec
 from ..models.loading import init_random
 from ..models.nets import janus, token_decoder
+from ..models.nets.cuda_graph_decoder import rollout_kind
 from ..models.nets.gpt import GPT
 from ..models.nets.janus import JanusNet
 from ..models.nets.vq import VQ, VQConfig
@@ -123,6 +124,10 @@ class FakeDecoderPool(ABC):
     def matrix_weights(self) -> int:
         """Weights that decoding one token multiplies by: all but the embeddings."""
 
+    def quantized_weights(self) -> int:
+        """Weights among them that are multiplied in 8 bits in the rollout that runs."""
+        return 0
+
     @abstractmethod
     def read_token(self, ids: Tensor, cache: Tensor, place: int) -> None:
         """Run one token of every row at a place of the sequence, with a preallocated cache."""
@@ -137,7 +142,8 @@ class FakeDecoderPool(ABC):
         self.length, self.rows, self.dtype = uniform.shape[1], rows, dtype
         self.sequence_tokens += rows * self.length
         self.bytes_read += self._bytes_read(rows, self.length, dtype)
-        return FakeTokenDecoder(self, rows, uniform, dtype, None if self.sharded else self.provide_cache(rows, dtype))
+        cache = None if self.sharded else self.provide_cache(rows, dtype)
+        return FakeTokenDecoder(self, rows, uniform, dtype, cache, self.quantized_weights() > 0)
 
     def provide_cache(self, rows: int, dtype: torch.dtype) -> Tensor:
         """The cache of a decoder, which is freed with it."""
@@ -154,7 +160,8 @@ class FakeDecoderPool(ABC):
         """All matrices once per token, and the keys and values of half of the places on average."""
         shape = self.net.config
         place = 2.0 * shape.depth * (shape.kv_heads or shape.heads) * -(-shape.head_dim // 8) * 8 * dtype.itemsize
-        return length * (self.matrix_weights() * dtype.itemsize + rows * (shape.prefix_length + length / 2) * place)
+        weights = self.matrix_weights() * dtype.itemsize - self.quantized_weights() * (dtype.itemsize - 1)
+        return length * (weights + rows * (shape.prefix_length + length / 2) * place)
 
     def decode_token(self, rows: int, place: int, dtype: torch.dtype, cache: Tensor | None = None) -> None:
         """Run one token of every row at a place of the sequence."""
@@ -170,6 +177,16 @@ class FakeDecoderPool(ABC):
             self.net(ids[:, None], None, past, self.prefix_mask(rows))
 
 
+def block_matrices(net: GPT) -> list[tuple[int, int]]:
+    """Rows and columns of every matrix of the blocks."""
+    shapes = []
+    for block in token_decoder.transformer_blocks(net):
+        attention, feed_forward = block.attention, block.feed_forward
+        layers = (attention.wqkv, attention.wo, feed_forward.w1, feed_forward.w3, feed_forward.w2)
+        shapes += [(layer.out_features, layer.in_features) for layer in layers]
+    return shapes
+
+
 class FakeGPTDecoderPool(FakeDecoderPool):
     """LlamaGen's decoders: a KV cache allocated once and, where dtypes differ, a copy of the weights."""
 
@@ -183,13 +200,17 @@ class FakeGPTDecoderPool(FakeDecoderPool):
         if not self.kept:
             with fake_mode_of(self.net):
                 copied = self._is_adapted() or self._param_dtype() != dtype
-                copy = torch.empty(self.matrix_weights() if copied else 0, dtype=dtype)
+                count = self.matrix_weights() - self.quantized_weights()
+                copy = torch.empty(count if copied else 0, dtype=dtype)
                 self.kept = [self.allocate_cache(rows, dtype), copy]
         return self.kept[0] if self.kept[0].shape[2] == rows else super().provide_cache(rows, dtype)
 
     def matrix_weights(self) -> int:
         blocks = sum(p.numel() for block in token_decoder.transformer_blocks(self.net) for p in block.parameters())
         return blocks + self.net.output.weight.numel()
+
+    def quantized_weights(self) -> int:
+        return sum(rows * columns for rows, columns in block_matrices(self.net)) if rollout_kind(self.net) else 0
 
     def read_token(self, ids: Tensor, cache: Tensor, place: int) -> None:
         cache = cache[..., : self.net.config.head_dim]
@@ -230,6 +251,7 @@ class FakeTokenDecoder:
     uniform: Tensor  # [B, L]
     dtype: torch.dtype
     cache: Tensor | None
+    low_precision: bool = False
     written: int = field(default=0)
 
     @property

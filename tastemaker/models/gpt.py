@@ -110,6 +110,7 @@ class GptSpec(TokenGridSpec):
     max_text_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # sequence length of prompts, padded
     seed: int = 0
     process_type: ClassVar[type[Process]] = AutoregressiveProcess
+    supports_8bit_decoding: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.network_config()

@@ -19,7 +19,7 @@ from ..core.objective import (
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
 from .advantages import PromptTracker, tracked_advantages
-from .ppo import clipped_surrogate, count_actions
+from .ppo import clipped_surrogate, count_actions, importance_weights, rollout_precision_metrics
 from .timestep_groups import average_groups, find_group_problem, join_segments, split_timesteps, sum_groups
 
 
@@ -38,6 +38,10 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     # Most sampling steps of a trajectory that one call of the network trains: fewer, larger calls with the same
     # gradient, and memory for as many times the micro-batch
     timesteps_per_call: int = 1
+    # 8-bit rollouts of tokens (`engine.rollout_precision`): largest weight of a token, its probability in the training
+    # precision divided by that in the rollout (truncated importance sampling)
+    importance_cap: float = 2.0
+    corrects_rollout_precision: ClassVar[bool] = True
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
@@ -46,6 +50,7 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         names = "clip_range advantage_clip tracker_size tracker_min_count"
         require_settings(self, names, valid, "all of them above 0")
         require_settings(self, "timesteps_per_call", self.timesteps_per_call >= 1, "at least 1")
+        require_settings(self, "importance_cap", self.importance_cap >= 1, "at least 1")
 
     def find_problem(self, process: Process, shape: tuple[int, ...]) -> str | None:
         return find_group_problem(process, self.timesteps_per_call)
@@ -62,7 +67,7 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
         metrics = experience.metrics(1)
         del metrics["zero_std_groups"]  # every group of one sample is one
-        return metrics
+        return metrics | rollout_precision_metrics(experience.trajectory.segments, self.importance_cap)
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(len(split_timesteps(len(experience.trajectory.segments), self.timesteps_per_call)))
@@ -75,5 +80,8 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         cond, segment = join_segments(experience.trajectory.cond, [segments[i] for i in group])
         log_prob = ctx.policy.action_distribution(cond, segment).log_prob(segment.action)
         objective, metrics = clipped_surrogate(log_prob, segment, experience.advantage.repeat(size), self.clip_range)
+        importance = importance_weights(segment, self.importance_cap)
+        if importance is not None:
+            objective = importance * objective
         rows = sum_groups(-(objective * segment.mask).sum(1) / count_actions(segments).repeat(size), size)
         return Loss(rows, average_groups(metrics, size), steps=size)

@@ -27,7 +27,7 @@ from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
 from .advantages import AdvantageKind, PromptTracker, combine_advantages, filter_weights, relative_advantages
 from .critical_tokens import confidence_weights, find_critical_tokens
-from .ppo import count_actions, kl_to_reference, masked_mean
+from .ppo import count_actions, importance_weights, kl_to_reference, masked_mean, rollout_precision_metrics
 from .timestep_groups import average_groups, find_group_problem, join_segments, split_timesteps, sum_groups
 from .trust_region import NEEDS_LATENTS, NEEDS_TOKENS, TrustRegion, trust_region_surrogate
 
@@ -72,6 +72,10 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     # Most sampling steps of a trajectory that one call of the network trains: fewer, larger calls with the same
     # gradient, and memory for as many times the micro-batch
     timesteps_per_call: int = 1
+    # 8-bit rollouts of tokens (`engine.rollout_precision`): largest weight of a token, its probability in the training
+    # precision divided by that in the rollout (truncated importance sampling)
+    importance_cap: float = 2.0
+    corrects_rollout_precision: ClassVar[bool] = True
     needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
@@ -107,6 +111,7 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             self, "critical_tokens confidence_clip", valid, "a share from 0 to 1/3, and a clip of at least 0"
         )
         require_settings(self, "timesteps_per_call", self.timesteps_per_call >= 1, "at least 1")
+        require_settings(self, "importance_cap", self.importance_cap >= 1, "at least 1")
         if self.critical_tokens and self.group_size < 2:
             raise ValueError(
                 f"'critical_tokens' is {self.critical_tokens}, but 'group_size' is {self.group_size}; tokens are "
@@ -208,7 +213,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
         return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards, weight)
 
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
-        return experience.metrics(self.group_size)
+        rollout = rollout_precision_metrics(experience.trajectory.segments, self.importance_cap)
+        return experience.metrics(self.group_size) | rollout
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(len(split_timesteps(len(experience.trajectory.segments), self.timesteps_per_call)))
@@ -218,7 +224,8 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
 
         A part is one segment, or a group of `timesteps_per_call` of them. The losses of all parts of a sample add up to
         the mean over its actions. The first term is another one with other trust regions; with `confidence_clip` that
-        of each token has a weight, with `time_weighting` that of each step.
+        of each token has a weight, with `time_weighting` that of each step; with 8-bit rollouts of tokens it is
+        multiplied by the truncated importance weight.
         """
         segments, reference = experience.trajectory.segments, None
         group = split_timesteps(len(segments), self.timesteps_per_call)[part]
@@ -239,6 +246,9 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             self.clip_range,
             self.clip_range_high,
         )
+        importance = importance_weights(segment, self.importance_cap)
+        if importance is not None:
+            objective = importance * objective
         if self.time_weighting == "noise":
             process = cast(GaussianProcess, ctx.policy.process)
             objective = objective * torch.cat([noise_weight(process, segments, i) for i in group])

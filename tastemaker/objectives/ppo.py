@@ -37,6 +37,34 @@ def clipped_surrogate(
     return objective, metrics
 
 
+def importance_weights(segment: Segment, cap: float) -> Tensor | None:
+    """Truncated importance sampling of 8-bit rollouts: min(p / q, cap) of each token, without gradient: [B, K].
+
+    q is the probability that the 8-bit sampler gave the token, and p that of the same sampler in the training
+    precision. None if the rollout had the training precision: all weights are 1.
+    """
+    if segment.precision_log_ratio is None:
+        return None
+    return segment.precision_log_ratio.exp().clamp(max=cap)
+
+
+def rollout_precision_metrics(segments: tuple[Segment, ...], cap: float) -> dict[str, Tensor]:
+    """How far 8-bit rollouts are from the training precision, [B] each; empty if they had the training precision.
+
+    Mean importance weight, share of tokens whose weight is truncated, and Schulman's estimate of
+    KL(rollout || training precision) per token.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for segment in segments:
+        ratio, weights = segment.precision_log_ratio, importance_weights(segment, cap)
+        if ratio is None or weights is None:
+            return {}
+        values = {"importance_weight": weights, "truncated": (ratio.exp() > cap).float(), "kl": ratio.expm1() - ratio}
+        for name, value in values.items():
+            found.setdefault(f"rollout/{name}", []).append(masked_mean(value, segment.mask))
+    return {name: torch.stack(values).mean(0) for name, values in found.items()}
+
+
 def k3_estimate(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
     """Schulman's estimate of KL(policy || reference) from the actions taken: r - 1 - log r, r = reference / policy."""
     log_ratio = reference_log_prob - log_prob

@@ -12,6 +12,7 @@ from ..core.distributions import Categorical, ChunkedCategorical, TokenDistribut
 from ..core.guidance import GuidedCausalBackbone, count_guided_tokens, scoring_model, without_guidance
 from ..core.policy import Backbone, Guidance, Process, Rollout, TokenDecoder
 from ..core.randomness import Purpose, Randomness
+from ..core.rollout_scope import ROLLOUTS
 from ..core.types import Condition, Corrupted, Segment, select_rows
 
 
@@ -88,6 +89,8 @@ def predict_tokens(
 class EagerDecoder:
     """Decodes with `Backbone.decode_step`, one network call per token."""
 
+    low_precision = False
+
     def __init__(self, model: Backbone, cond: Condition, uniform: Tensor, sampler: TokenSampler) -> None:
         self.model, self.cond, self.uniform, self.sampler = model, cond, uniform, sampler
         self.cache: Any = model.init_cache(cond)
@@ -131,7 +134,8 @@ class AutoregressiveRollout(Rollout):
     def __init__(self, process: AutoregressiveProcess, model: Backbone, cond: Condition, rng: Randomness) -> None:
         self.process, self.model, self.cond, self.rng = process, model, cond, rng
         uniform = rng.uniform(Purpose.TOKEN, *model.shape)  # [B, L], one number per token, drawn in advance
-        self.decoder = make_decoder(model, cond, uniform, process.sampler)
+        with ROLLOUTS.calls():
+            self.decoder = make_decoder(model, cond, uniform, process.sampler)
         self.start = torch.zeros_like(uniform, dtype=torch.long)
         self.segments: tuple[Segment, ...] = ()
         self.num_guided_tokens = count_guided_tokens(model.guidance, model.shape[0])
@@ -156,9 +160,20 @@ class AutoregressiveRollout(Rollout):
         segment = Segment(t, 0 * t, ids, ids, log_prob, torch.ones_like(log_prob))
         if self.process.recompute_log_probs:
             self.network_calls += len(ids) * self.model.forward_passes
-            log_prob = self.process.action_distribution(self.model, self.cond, segment).log_prob(ids)
-            segment = replace(segment, log_prob=log_prob)
+            exact = self.process.action_distribution(self.model, self.cond, segment).log_prob(ids)
+            segment = replace(segment, log_prob=exact)
+            if self.decoder.low_precision:
+                segment = replace(segment, precision_log_ratio=self._sampler_log_prob(segment) - log_prob)
         self.segments = (segment,)
+
+    def _sampler_log_prob(self, segment: Segment) -> Tensor:
+        """Log-probs of the sampler, with its guidance, in the training precision: [B, L]."""
+        guidance = self.model.guidance
+        if not (guidance and guidance.rollouts_only):
+            return segment.log_prob
+        self.network_calls += len(segment.t) * self.model.forward_passes
+        distribution = predict_tokens(self.model, segment.state, segment.t, self.cond, self.process.temperature)
+        return distribution.log_prob(segment.action)
 
     def preview(self) -> Tensor:
         return self.segments[0].action if self.segments else self.decoder.ids

@@ -42,6 +42,13 @@ METRIC_NAMES = {
     "ratio": MetricName("probability ratio", "of the new to the old policy; 1 if they agree"),
     "ratio_deviation": MetricName("deviation of the probability ratio", "mean distance from 1"),
     "clip_fraction": MetricName("clipped samples", "share of samples whose probability ratio is clipped"),
+    "rollout/importance_weight": MetricName(
+        "importance weight of 8-bit rollouts", "mean over tokens; 1 if rounding changes no probability"
+    ),
+    "rollout/truncated": MetricName(
+        "truncated importance weights", "share of tokens at objective.importance_cap", LOWER
+    ),
+    "rollout/kl": MetricName("KL of 8-bit rollouts", "to the sampler in the training precision, per token", LOWER),
     "zero_std_groups": MetricName("groups without a gradient", "share of groups whose samples all score alike", LOWER),
     "positive_weight": MetricName("weight of the positive branch"),
     "accuracy": MetricName("accuracy", "", HIGHER),

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config.schema import EngineConfig, OptimConfig
 from ..core.errors import TrainingError, explain_error
+from ..core.quantization import TokenNetwork
 from ..core.types import Placement
 from ..core.weights import FrozenCopyWeights, FullWeights, NetworkTraits, Weights
 from . import (
@@ -181,7 +182,9 @@ class Engine:
         if base != "same":
             quantized_base.warn_of_small_layers(net, f"engine.base_precision: {base}")
             quantized_base.quantize_frozen_layers(net, base, self.device)
-        if rollouts != "same" and rollouts != self.config.precision:
+        if rollouts in ("int8", "fp8") and isinstance(net, TokenNetwork):
+            rollout_precision.decode_in_8_bits(net, rollouts, self.device)
+        elif rollouts != "same" and rollouts != self.config.precision:
             quantized_base.warn_of_small_layers(net, f"engine.rollout_precision: {rollouts}")
             rollout_precision.use_low_precision_rollouts(net, rollouts, self.device)
 

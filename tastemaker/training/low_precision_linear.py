@@ -15,39 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.quantization import expand, kind_of, quantize_rows
 from ..core.rollout_scope import ROLLOUTS
 
-Kind = Literal["fp8", "int8"]
 RolloutKind = Literal["bf16", "fp8", "int8"]
 MIN_WEIGHTS = 1 << 16  # smaller layers gain nothing
 MIN_TOKENS = 17  # of a sample; the kernel for int8 needs more than 16 rows
 ALIGNMENT = 16  # of both sides of a weight, which the kernels need
-LARGEST = {"fp8": 448.0, "int8": 127.0}
-DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-AMAX_FLOOR = 1e-30  # of rows of zeros
 
 
 def is_large(weight: Tensor) -> bool:
     return weight.numel() >= MIN_WEIGHTS and all(side % ALIGNMENT == 0 for side in weight.shape)
-
-
-def kind_of(weight: Tensor) -> Kind:
-    return "int8" if weight.dtype == torch.int8 else "fp8"
-
-
-def quantize_rows(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Round x [N, K] to 8 bits; return the numbers and the scale of each row in fp32: [N, K], [N, 1].
-
-    One reduction and one elementwise pass, which torch.compile fuses to one kernel that writes nothing but the result.
-    """
-    amax = x.abs().amax(-1, keepdim=True).float().clamp(min=AMAX_FLOOR)
-    scaled = x.float() * (LARGEST[kind] / amax)
-    return (scaled.round() if kind == "int8" else scaled).to(DTYPES[kind]), amax / LARGEST[kind]
-
-
-def expand(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [M, K] of 8-bit numbers with a scale per row [M, 1] in fp32, rounded once."""
-    return weight.to(dtype).mul_(scale)  # in place: the product in fp32 is never kept
 
 
 def linear_8bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,9 +11,10 @@ import warnings
 import torch
 from torch import nn
 
+from ..core.quantization import Kind, quantize_rows
 from . import low_precision_linear
 from .activation_memory import repeated_blocks
-from .low_precision_linear import Kind, QuantizedLinear, is_large, quantize_rows
+from .low_precision_linear import QuantizedLinear, is_large
 
 
 def large_linear_layers(net: nn.Module) -> list[nn.Linear]:

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import TrainingError
+from ..core.quantization import Kind, TokenNetwork, kind_of, quantize_rows
 from ..core.rollout_scope import ROLLOUTS
-from .low_precision_linear import (
-    QuantizedLinear,
-    QuantizedRolloutLinear,
-    RolloutKind,
-    RolloutLinear,
-    kind_of,
-    quantize_rows,
-)
+from .low_precision_linear import QuantizedLinear, QuantizedRolloutLinear, RolloutKind, RolloutLinear
 from .quantized_base import large_linear_layers
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
@@ -99,6 +93,15 @@ def use_low_precision_rollouts(net: nn.Module, kind: RolloutKind, device: torch.
     if copied:
         net.register_forward_pre_hook(refresh)
     return copies
+
+
+def decode_in_8_bits(net: TokenNetwork, kind: Kind, device: torch.device) -> None:
+    """Let token decoders multiply the matrices of a network's blocks in 8 bits in rollouts; they keep the copies.
+
+    Inputs keep their precision: a decoding step has few rows, and its time is that of reading the weights.
+    """
+    check_device(kind, device)
+    net.rollout_kind = kind
 
 
 def check_device(kind: RolloutKind, device: torch.device) -> None:

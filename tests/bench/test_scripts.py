@@ -42,6 +42,7 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param(
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"
         ),
+        pytest.param("llamagen", "kernels-fp8,B-fp8", "ms per step", marks=SLOW, id="llamagen-fp8"),
         pytest.param(
             "small_gpu", "srpo-flux,grpo-flux,grpo-sd35,grpo-z-image", "s per prompt", marks=LONG, id="small-gpu"
         ),

@@ -59,6 +59,21 @@ def test_decoding_copies_weights_of_another_dtype() -> None:
     assert mixed.kv_cache - same_dtype.kv_cache == 2 * matrices
 
 
+@pytest.mark.slow
+def test_8bit_copies_for_decoding_are_counted() -> None:
+    width, depth, hidden = 32, 2, 96
+    matrices, rows = depth * (4 * width * width + 3 * width * hidden), depth * (5 * width + 2 * hidden)
+    settings = [*LLAMAGEN, "engine.param_dtype=bf16"]
+    plain, low = (estimate("grpo-llamagen", *settings, f"engine.rollout_precision={kind}") for kind in ("same", "fp8"))
+    assert low.rollout_copies == matrices + 4 * rows and plain.rollout_copies == 0
+    assert low.kv_cache == plain.kv_cache  # plain weights are multiplied as they are
+    steps = 4 * 8 * 256 // 8  # of all rollout batches
+    assert plain.collect_bytes_read - low.collect_bytes_read == steps * matrices
+    # With float32 weights only those that keep their precision are copied to bf16.
+    mixed, low_mixed = (estimate("grpo-llamagen", *LLAMAGEN, f"engine.rollout_precision={x}") for x in ("same", "fp8"))
+    assert mixed.kv_cache - low_mixed.kv_cache == 2 * matrices
+
+
 def test_decoding_reads_weights_and_cache_per_token() -> None:
     resources = estimate("grpo-llamagen", *LLAMAGEN)
     fewer = estimate("grpo-llamagen", *LLAMAGEN, "objective.group_size=4")

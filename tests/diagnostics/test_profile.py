@@ -143,6 +143,18 @@ def test_8_bit_rollouts_are_suggested_for_large_layers_only(tmp_path: Path, monk
     assert "engine.rollout_precision=fp8" not in found[0] and "engine.rollout_precision=fp8" in found[1]
 
 
+def test_8_bit_rollouts_are_suggested_for_tokens_with_their_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_precision_linear, "MIN_WEIGHTS", 256)
+    config = load("grpo-playground-causal", ["engine.precision=bf16"])
+    run = build(config, tmp_path, tiny=True)
+    run.engine.device = torch.device("cuda")
+    profile = Profile(1.0, {"rollout": 0.9}, {}, 1 * GIB, 80 * GIB, None)
+    reasons = {each.setting: each.reason for each in suggest_settings(profile, run, config)}
+    assert "weighed" in reasons["engine.rollout_precision=fp8"]
+
+
 def test_full_gpus_get_settings_that_save_memory(tmp_path: Path) -> None:
     config: Any = load("grpo-lora-toy-flow", ["batch.micro_batch_size=2"])
     run = build(config, tmp_path)

@@ -10,12 +10,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiers import fast
-from torch import Tensor
+from torch import Tensor, nn
 
 from tastemaker.core.distributions import TokenSampler
 from tastemaker.core.guidance import count_guided_tokens
 from tastemaker.core.policy import Guidance
+from tastemaker.core.quantization import Kind, expand, quantize_rows
 from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.rollout_scope import ROLLOUTS
 from tastemaker.models.nets.cuda_graph_decoder import CudaGraphDecoder, DecodeKernels, DecoderPool, TorchKernels
 from tastemaker.models.nets.gpt import GPT, GPTConfig
 from tastemaker.models.nets.token_decoder import DecodeRequest, StaticKVCacheDecoder, prefill
@@ -38,6 +41,7 @@ GUIDANCE = {
     "rising": Guidance(3.0, power_schedule=1.5),
 }
 BATCH_SIZE = 6
+KINDS = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 
 def random_gpt(config: GPTConfig) -> GPT:
@@ -233,3 +237,92 @@ def test_fused_weights_share_storage_and_train() -> None:
         each(ids, cond)[0].square().mean().backward()
         optimizer.step()
     assert all(torch.equal(x, y) for x, y in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+@torch.no_grad()
+def rounded(net: GPT, kind: Kind) -> GPT:
+    """A copy of the network whose blocks have the rounded weights."""
+    net = copy.deepcopy(net)
+    for module in net.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(expand(*quantize_rows(module.weight, kind), torch.float32))
+    return net
+
+
+def decode_8bit(net: GPT, request: DecodeRequest, kind: Kind, kernels: str = "torch") -> CudaGraphDecoder:
+    """A decoder that has decoded all tokens, within a rollout."""
+    net.rollout_kind = kind
+    with ROLLOUTS.calls():
+        decoder = DecoderPool(available_kernels()[kernels]).make_decoder(net, request)
+    assert isinstance(decoder, CudaGraphDecoder) and decoder.low_precision
+    decode_all(decoder, request.uniform.shape[1])
+    return decoder
+
+
+@KINDS
+@pytest.mark.parametrize("kernels", available_kernels())
+@pytest.mark.parametrize(("shape", "guidance"), [("grouped", "none"), ("caption", "middle")])
+def test_decoder_samples_from_the_rounded_network(kind: Kind, kernels: str, shape: str, guidance: str) -> None:
+    """Blocks are rounded for image tokens; prompts and the head keep their precision."""
+    net, request = random_gpt(CONFIGS[shape]), make_request(CONFIGS[shape], TokenSampler(0.9, 20), GUIDANCE[guidance])
+    reference = StaticKVCacheDecoder(net, request)
+    reference.net = rounded(net, kind)
+    ids, log_prob = decode_all(reference, 16)
+    decoder = decode_8bit(net, request, kind, kernels)
+    assert torch.equal(decoder.ids, ids)
+    torch.testing.assert_close(decoder.log_prob, log_prob, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.05), ("fp8", 0.2)])
+def test_log_probs_are_near_those_of_the_exact_network(kind: Kind, bound: float) -> None:
+    """Both decoders read the same tokens, so that only the rounding differs."""
+    net, request = random_gpt(CONFIGS["class"]), make_request(CONFIGS["class"], TokenSampler(), None)
+    low = decode_8bit(net, request, kind)
+    with torch.no_grad():
+        logits = net(low.ids[:, :-1], request.cond)[0]
+    exact = logits.log_softmax(-1).gather(2, low.ids[..., None])[..., 0]
+    difference = (low.log_prob - exact).abs()
+    assert 1e-3 < difference.mean() < bound
+    torch.testing.assert_close(low.log_prob[:, 0], exact[:, 0], rtol=1e-4, atol=1e-4)  # from the exact prompt
+
+
+def test_only_rollouts_decode_in_8_bits() -> None:
+    net, request = random_gpt(CONFIGS["class"]), make_request(CONFIGS["class"], TokenSampler(), None)
+    net.rollout_kind = "int8"
+    pool = DecoderPool()
+    assert isinstance(pool.make_decoder(net, request), StaticKVCacheDecoder)
+    with ROLLOUTS.exact(), ROLLOUTS.calls():
+        assert isinstance(pool.make_decoder(net, request), StaticKVCacheDecoder)
+    with ROLLOUTS.calls():
+        decoder = pool.make_decoder(net, request)
+    assert decoder is not None and decoder.low_precision
+    decoder.decode_next()
+    assert decoder.select(torch.tensor([4, 1])).low_precision  # also outside of the block
+
+
+@KINDS
+@pytest.mark.parametrize("kernels", available_kernels())
+@pytest.mark.parametrize("shape", [(3, 96, 40), (40, 300, 70), (130, 64, 48)])
+def test_8bit_product_multiplies_the_expanded_weight(kind: Kind, kernels: str, shape: tuple[int, int, int]) -> None:
+    rows, width, height = shape
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, width, generator=generator), torch.randn(2 * height, width, generator=generator)
+    numbers, scale = quantize_rows(weight * torch.logspace(-2, 2, 2 * height)[:, None], kind)
+    exact = x.double() @ (numbers.double() * scale.double()).t()
+    out, chosen = torch.empty(rows, 2 * height), available_kernels()[kernels]
+    chosen.linear_8bit(x, numbers, scale, out)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-6 * exact.abs().max().item())
+    if chosen.MAX_GATED_ROWS:
+        gated, (first, second) = torch.empty(rows, height), exact.chunk(2, 1)
+        chosen.gated_linear(x, numbers, gated, scale=scale)
+        expected = nn.functional.silu(first) * second
+        torch.testing.assert_close(gated.double(), expected, rtol=1e-3, atol=1e-6 * expected.abs().max().item())
+
+
+def test_networks_with_other_embeddings_are_refused() -> None:
+    net, request = random_gpt(CONFIGS["class"]), make_request(CONFIGS["class"], TokenSampler(), None)
+    net.rollout_kind = "fp8"
+    net.tok_embeddings = nn.Sequential(net.tok_embeddings)  # type: ignore[assignment]
+    with ROLLOUTS.calls(), pytest.raises(ConfigError, match=r"engine\.rollout_precision: fp8.*TM2690"):
+        DecoderPool().make_decoder(net, request)
+    assert isinstance(DecoderPool().make_decoder(net, request), StaticKVCacheDecoder)

@@ -14,13 +14,14 @@ from tastemaker.config.build import build
 from tastemaker.config.check import require_valid
 from tastemaker.config.load import load
 from tastemaker.core.lora import LoraWeights
+from tastemaker.core.quantization import Kind, expand
 from tastemaker.core.registry import ConfigError
 from tastemaker.diagnostics.plan import estimate_resources
 from tastemaker.export.weights import load_weights
 from tastemaker.training import low_precision_linear
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
-from tastemaker.training.low_precision_linear import Kind, QuantizedLinear, RolloutLinear, expand
+from tastemaker.training.low_precision_linear import QuantizedLinear, RolloutLinear
 from tastemaker.training.quantized_base import large_linear_layers, quantize_frozen_layers
 from tastemaker.training.rollout_precision import use_low_precision_rollouts
 

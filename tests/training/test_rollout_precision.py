@@ -22,6 +22,7 @@ from tastemaker.config.load import load
 from tastemaker.config.schema import OptimConfig
 from tastemaker.core.lora import LoraWeights
 from tastemaker.core.objective import rollout_and_score
+from tastemaker.core.quantization import DTYPES, Kind, quantize_rows
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.rollout_scope import ROLLOUTS
 from tastemaker.core.weights import FullWeights
@@ -32,7 +33,7 @@ from tastemaker.search.best_of_n import BestOfN, SingleSample
 from tastemaker.training import activation_memory, low_precision_linear
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
-from tastemaker.training.low_precision_linear import Kind, RolloutLinear, quantize_rows
+from tastemaker.training.low_precision_linear import RolloutLinear
 from tastemaker.training.optimizer import TorchAdamW
 from tastemaker.training.quantized_base import quantize_frozen_layers
 from tastemaker.training.rollout_precision import use_low_precision_rollouts
@@ -177,7 +178,7 @@ def test_kernels_of_gpus_get_what_they_accept(kind: Kind, error: float, dtype: t
         x, bias = torch.empty(2, 32, 256, device="cuda", dtype=dtype), torch.empty(512, device="cuda")
         out = low_precision_linear.linear_8bit(x, weight, scale, bias)
     assert (out.shape, out.dtype, out.device.type) == ((2, 32, 512), dtype, "cuda")
-    numbers = low_precision_linear.DTYPES[kind]
+    numbers = DTYPES[kind]
     operands: list[object] = [(numbers, 64, 256), (numbers, 256, 512)]
     if kind == "int8":
         assert recorded.calls == {"_int_mm.default": operands}

@@ -167,6 +167,7 @@ class LlamagenSpec(TokenGridSpec):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where gradients are enabled; 0.1 in pretraining
     seed: int = 0
     process_type: ClassVar[type[Process]] = AutoregressiveProcess
+    supports_8bit_decoding: ClassVar[bool] = True
     releases: ClassVar[tuple[WeightsSource, ...]] = RELEASES
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ On an H200 it is 2.33 times as fast for B, and 1.55 times for XL, as torch.compi
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -17,6 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.policy import TokenDecoder
+from ...core.quantization import Kind
+from ...core.registry import ConfigError
+from ...core.rollout_scope import ROLLOUTS
+from .decode_weights import DecodeMatrix, DecodeWeights
 from .gpt import GPT, KVCache, RMSNorm, apply_rotary_emb, compute_dtype, is_sharded
 from .token_decoder import (
     DecodeRequest,
@@ -41,7 +44,8 @@ class DecodeKernels(Protocol):
 
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
     def gate(self, both: Tensor, out: Tensor) -> None: ...
-    def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None: ...
+    def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None: ...
+    def linear_8bit(self, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None: ...
     def attend(
         self,
         qkv: Tensor,
@@ -89,10 +93,14 @@ class TorchKernels:
         first, second = both.chunk(2, 1)
         torch.mul(F.silu(first), second, out=out)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
         raise NotImplementedError(
             "gated_linear is not implemented for this kernel; use a matrix product and `gate` [TM478]"
         )
+
+    def linear_8bit(self, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
+        """x W^T of x [R, K], for W [M, K] of 8-bit numbers with a scale per row [M, 1]; sums are fp32."""
+        out.copy_((x.float() @ weight.float().t()) * scale.t())
 
     def attend(
         self,
@@ -125,109 +133,23 @@ class TorchKernels:
         raise NotImplementedError("sample is not implemented for this kernel; use the sampler itself [TM479]")
 
 
-def fastest_kernels() -> DecodeKernels:
-    """The Triton kernels where Triton is installed."""
-    if find_spec("triton") is None:
+def fastest_kernels(device: torch.device) -> DecodeKernels:
+    """The Triton kernels on GPUs where Triton is installed."""
+    if device.type != "cuda" or find_spec("triton") is None:
         return TorchKernels()
     from . import decode_kernels
 
     return decode_kernels
 
 
-@dataclass(frozen=True)
-class DecodeLayerWeights:
-    attention_norm: Tensor
-    wqkv: Tensor
-    wo: Tensor
-    ffn_norm: Tensor
-    w13: Tensor  # w1 above w3
-    w2: Tensor
-
-
-class DecodeWeights:
-    """The weights of a network in the dtype of the matrix products.
-
-    A plain layer of that dtype is used in place, so that optimizer steps and swapped weights, which write in place,
-    take effect at once; w1 and w3 move into one storage for it, which takes no more memory. Layers of another dtype and
-    layers with adapters are copied before each batch.
-    """
-
-    def __init__(self, net: GPT, dtype: torch.dtype) -> None:
-        self.dtype, self.copies, self.shared = dtype, list[tuple[nn.Module, Tensor]](), list[Tensor]()
-        width = net.config.width
-        self.layers = [
-            DecodeLayerWeights(
-                self._share(block.attention_norm.weight),
-                self._matrix((block.attention.wqkv,), width),
-                self._matrix((block.attention.wo,), width),
-                self._share(block.ffn_norm.weight),
-                self._matrix((block.feed_forward.w1, block.feed_forward.w3), width),
-                self._matrix((block.feed_forward.w2,), net.config.intermediate_size),
-            )
-            for block in transformer_blocks(net)
-        ]
-        self.norm, self.output = self._share(net.norm.weight), self._matrix((net.output,), width)
-        self.embeddings = self._share(net.tok_embeddings.weight)
-        self.addresses = [x.data_ptr() for x in self.shared]
-
-    def _share(self, weight: Tensor) -> Tensor:
-        self.shared.append(weight)
-        return weight.detach()
-
-    def _matrix(self, modules: tuple[nn.Module, ...], in_features: int) -> Tensor:
-        """The weights of one or more layers as one matrix, shared or to be copied."""
-        linear = [module for module in modules if type(module) is nn.Linear and module.weight.dtype == self.dtype]
-        if len(linear) == len(modules):
-            fused = fuse_weights(linear)
-            self.shared += [module.weight for module in linear]
-            return fused
-        heights = [out_features(module) for module in modules]
-        device = next(modules[0].parameters()).device
-        copy = torch.empty(sum(heights), in_features, dtype=self.dtype, device=device)
-        self.copies += list(zip(modules, torch.split(copy, heights), strict=True))
-        return copy
-
-    def is_current(self) -> bool:
-        """Whether the shared weights still have the addresses that graphs were captured with."""
-        return self.addresses == [x.data_ptr() for x in self.shared]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the weights that are not shared."""
-        for module, copy in self.copies:
-            if type(module) is nn.Linear:
-                copy.copy_(module.weight)
-            else:  # with adapters: the outputs for unit vectors are the columns of the merged matrix
-                copy.copy_(module(torch.eye(copy.shape[1], dtype=self.dtype, device=copy.device)).t())
-
-
-def out_features(module: Any) -> int:
-    return int(module.out_features)
-
-
-@torch.no_grad()
-def fuse_weights(linear: list[nn.Linear]) -> Tensor:
-    """The weights of linear layers as one matrix; afterwards the layers' own weights are views of it."""
-    first = linear[0].weight
-    if len(linear) == 1:
-        return first.detach()
-    heights = [len(layer.weight) for layer in linear]
-    size = first.numel() * first.element_size()
-    shape = (sum(heights), first.shape[1])
-    if linear[1].weight.data_ptr() != first.data_ptr() + size or first.untyped_storage().nbytes() < 2 * size:
-        fused = torch.cat([layer.weight for layer in linear])
-        for layer, part in zip(linear, torch.split(fused, heights), strict=True):
-            layer.weight.data = part
-    return first.detach().as_strided(shape, (shape[1], 1))
-
-
 class DecodeGraphRunner:
     """Static buffers and captured CUDA graphs to decode batches of one size; elsewhere the same steps run eagerly."""
 
     @torch.no_grad()
-    def __init__(self, net: GPT, request: DecodeRequest, dtype: torch.dtype, kernels: DecodeKernels) -> None:
+    def __init__(self, weights: DecodeWeights, request: DecodeRequest, kernels: DecodeKernels) -> None:
+        net, dtype = weights.net, weights.dtype
         self.net, self.kernels, self.request = net, kernels, request
-        self.weights, config = DecodeWeights(net, dtype), net.config
+        self.weights, config = weights, net.config
         self.batch_size, rows = len(request.uniform), len(request.cond)
         device = request.uniform.device
         stride = -(-config.head_dim // CACHE_ALIGNMENT) * CACHE_ALIGNMENT
@@ -296,18 +218,24 @@ class DecodeGraphRunner:
         delta = None
         for i, layer in enumerate(weights.layers):
             kernels.add_norm(h, delta, layer.attention_norm, normed, eps)
-            torch.mm(normed, layer.wqkv.t(), out=qkv)
+            self._multiply(normed, layer.wqkv, qkv)
             kernels.attend(qkv, self.cache, i, self.prefix_mask, self.rotary_factors, self.position, mixed, heads)
-            torch.mm(mixed, layer.wo.t(), out=out)
+            self._multiply(mixed, layer.wo, out)
             kernels.add_norm(h, out, layer.ffn_norm, normed, eps)
             if len(h) <= kernels.MAX_GATED_ROWS:
-                kernels.gated_linear(normed, layer.w13, hidden)
+                kernels.gated_linear(normed, layer.w13.weight, hidden, scale=layer.w13.scale)
             else:
-                torch.mm(normed, layer.w13.t(), out=w13)
+                self._multiply(normed, layer.w13, w13)
                 kernels.gate(w13, hidden)
-            delta = torch.mm(hidden, layer.w2.t(), out=out)
+            delta = self._multiply(hidden, layer.w2, out)
         kernels.add_norm(h, delta, weights.norm, normed, eps)
-        return torch.mm(normed, weights.output.t(), out=logits)
+        return self._multiply(normed, weights.output, logits)
+
+    def _multiply(self, x: Tensor, matrix: DecodeMatrix, out: Tensor) -> Tensor:
+        if matrix.scale is None:
+            return torch.mm(x, matrix.weight.t(), out=out)
+        self.kernels.linear_8bit(x, matrix.weight, matrix.scale, out)
+        return out
 
     def _sample(self, logits: Tensor, guided: bool) -> None:
         sampler, guidance, prefix = self.request.sampler, self.request.guidance, self.net.config.prefix_length
@@ -373,7 +301,8 @@ class CudaGraphDecoder:
     @torch.no_grad()
     def __init__(self, pool: DecoderPool, net: GPT, request: DecodeRequest) -> None:
         self.pool, self.net, self.request, self.num_decoded = pool, net, request, 0
-        self.graph_runner = pool.graph_runner(net, request)
+        self.kind = rollout_kind(net)
+        self.graph_runner = pool.graph_runner(net, request, self.kind)
         self.graph_runner.user = weakref.ref(self)
         self.logits, prefilled, index = prefill(net, request)
         self.graph_runner.load(request, prefilled, index)
@@ -383,6 +312,10 @@ class CudaGraphDecoder:
     @property
     def finished(self) -> bool:
         return self.output is not None
+
+    @property
+    def low_precision(self) -> bool:
+        return self.kind is not None
 
     @property
     def ids(self) -> Tensor:
@@ -418,7 +351,7 @@ class CudaGraphDecoder:
         previous = self.graph_runner
         self.logits = self.logits[with_unconditional(indices, previous.batch_size, len(self.logits))]
         self.request = self.request.select(indices)
-        self.graph_runner = self.pool.graph_runner(self.net, self.request)
+        self.graph_runner = self.pool.graph_runner(self.net, self.request, self.kind)
         self.graph_runner.user = weakref.ref(self)
         self.graph_runner.copy_rows_from(previous, indices)
         previous.user = None
@@ -429,8 +362,10 @@ class DecoderPool:
     """Creates token decoders for a network and keeps CUDA-graph runners for later batches of the same size."""
 
     def __init__(self, kernels: DecodeKernels | None = None) -> None:
-        self.kernels = kernels  # if given, graph runners are used on any device; otherwise on GPUs only
+        self.kernels = kernels  # if given, graph runners are used on any device; otherwise on GPUs, or for 8 bits
         self.runners: dict[tuple[Any, ...], DecodeGraphRunner] = {}
+        # Shared by the runners of several sizes, and kept as long as one of them is.
+        self.weights = weakref.WeakValueDictionary[tuple[Any, ...], DecodeWeights]()
 
     def make_decoder(self, net: nn.Module, request: DecodeRequest) -> TokenDecoder | None:
         """A decoder, or None if the network is sharded (FSDP), because only full calls gather its weights."""
@@ -438,21 +373,38 @@ class DecoderPool:
             return None
         if net.rotary_factors.device != request.uniform.device:
             net.rotary_factors = net.rotary_factors.to(request.uniform.device)
-        if (self.kernels or request.uniform.is_cuda) and has_standard_norms(net):
+        standard = has_standard_norms(net)
+        if rollout_kind(net) and not standard:
+            raise ConfigError(
+                f"engine.rollout_precision: {rollout_kind(net)} decodes tokens with the network's own norms and "
+                "embeddings, but adapters replaced some; remove these from tuning.target_modules, or set "
+                "engine.rollout_precision=same [TM2690]"
+            )
+        if (self.kernels or request.uniform.is_cuda or rollout_kind(net)) and standard:
             return CudaGraphDecoder(self, net, request)
         return StaticKVCacheDecoder(net, request)
 
-    def graph_runner(self, net: GPT, request: DecodeRequest) -> DecodeGraphRunner:
+    def graph_runner(self, net: GPT, request: DecodeRequest, kind: Kind | None) -> DecodeGraphRunner:
         """A free runner for a batch of this size with current weights, or a newly captured one."""
-        dtype, masked = compute_dtype(net, request.uniform.device), request.prefix_mask is not None
-        key = (id(net), dtype, request.uniform.shape, len(request.cond), masked, request.sampler, request.guidance)
+        device = request.uniform.device
+        dtype, masked = compute_dtype(net, device), request.prefix_mask is not None
+        weights_key = (id(net), dtype, kind)
+        key = (*weights_key, request.uniform.shape, len(request.cond), masked, request.sampler, request.guidance)
         runner = self.runners.pop(key, None)
         if runner is None or not runner.free or runner.net is not net or not runner.weights.is_current():
             for oldest in list(self.runners)[: max(len(self.runners) - MAX_RUNNERS + 1, 0)]:
                 del self.runners[oldest]
-            runner = DecodeGraphRunner(net, request, dtype, self.kernels or fastest_kernels())
+            weights = self.weights.get(weights_key)
+            if weights is None or weights.net is not net or not weights.is_current():
+                weights = self.weights[weights_key] = DecodeWeights(net, dtype, kind)
+            runner = DecodeGraphRunner(weights, request, self.kernels or fastest_kernels(device))
         self.runners[key] = runner  # last in order, so that it is evicted last
         return runner
+
+
+def rollout_kind(net: GPT) -> Kind | None:
+    """The 8 bits that a decoder of this network multiplies at the moment; None for the precision of the run."""
+    return net.rollout_kind if ROLLOUTS.active else None
 
 
 def has_standard_norms(net: GPT) -> bool:

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoding step (norm, gate, attention, sampling); usable inside CUDA graphs.
+"""Triton kernels of a decoding step (norm, gate, 8-bit products, attention, sampling); usable inside CUDA graphs.
 
 The module implements `cuda_graph_decoder.DecodeKernels`. Triton comes with PyTorch for GPUs.
 """
@@ -62,8 +62,9 @@ def gate(both: Tensor, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_linear(
-    x, weight, out, rows, width, hidden,
+    x, weight, scale, out, rows, width, hidden,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -77,9 +78,13 @@ def _gated_linear(
         )
         own = weight + column[None, :].to(tl.int64) * width + at + deep[:, None]
         inside = (column < hidden)[None, :] & valid[:, None]
-        first = tl.dot(given, tl.load(own, inside, other=0.0), first, input_precision=rounding)
+        # 8-bit numbers become 16-bit ones without rounding.
+        first = tl.dot(given, tl.load(own, inside, other=0.0).to(given.dtype), first, input_precision=rounding)
         own += hidden.to(tl.int64) * width
-        second = tl.dot(given, tl.load(own, inside, other=0.0), second, input_precision=rounding)
+        second = tl.dot(given, tl.load(own, inside, other=0.0).to(given.dtype), second, input_precision=rounding)
+    if SCALED:
+        first *= tl.load(scale + column, column < hidden, other=0.0)[None, :]
+        second *= tl.load(scale + hidden + column, column < hidden, other=0.0)[None, :]
     # Rounds where the products and the gate of the network round.
     first = first.to(out.dtype.element_ty).to(tl.float32)
     gate = (first / (1 + tl.exp(-first))).to(out.dtype.element_ty).to(tl.float32)
@@ -88,13 +93,59 @@ def _gated_linear(
     tl.store(out + row[:, None] * hidden + column[None, :], result.to(out.dtype.element_ty), inside)
 
 
-def gated_linear(x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 128, stages: int = 4) -> None:
-    """silu(x w1) * (x w3) of x [R, D], with w1 above w3 in one matrix [2 F, D]; for few rows."""
+def gated_linear(
+    x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 128, stages: int = 4,
+    *, scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """silu(x w1) * (x w3) of x [R, D], with w1 above w3 in one matrix [2 F, D]; for few rows.
+
+    With a `scale` per row of the matrix [2 F, 1], its numbers have 8 bits.
+    """
     columns = columns or (16 if out.shape[1] <= 4096 else 32)  # enough programs for all multiprocessors
     rows, exact = triton.next_power_of_2(max(min(len(x), 64), 16)), x.dtype == torch.float32
     grid = triton.cdiv(out.shape[1], columns), triton.cdiv(len(x), rows)
     _gated_linear[grid](
-        x, weight, out, len(x), x.shape[1], out.shape[1], rows, columns, deep, stages, exact, num_warps=4
+        x, weight, weight if scale is None else scale, out, len(x), x.shape[1], out.shape[1],
+        rows, columns, deep, stages, exact, scale is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_8bit(
+    x, weight, scale, out, rows, width, height,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    deep = tl.arange(0, DEEP)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
+    for at in tl.range(0, width, DEEP, num_stages=STAGES):
+        valid = (at + deep) < width
+        given = tl.load(
+            x + row[:, None] * width + at + deep[None, :], (row < rows)[:, None] & valid[None, :], other=0.0
+        )
+        own = weight + column[None, :].to(tl.int64) * width + at + deep[:, None]
+        numbers = tl.load(own, (column < height)[None, :] & valid[:, None], other=0.0)
+        # 8-bit numbers become 16-bit ones without rounding.
+        total = tl.dot(given, numbers.to(given.dtype), total, input_precision=rounding)
+    total *= tl.load(scale + column, column < height, other=0.0)[None, :]
+    inside = (row < rows)[:, None] & (column < height)[None, :]
+    tl.store(out + row[:, None] * height + column[None, :], total.to(out.dtype.element_ty), inside)
+
+
+def linear_8bit(
+    x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, columns: int = 0, deep: int = 0, stages: int = 4
+) -> None:
+    """x W^T of x [R, K], for W [M, K] of 8-bit numbers with a scale per row [M, 1]; sums are fp32."""
+    columns = columns or (16 if len(weight) <= 4096 else 32)  # enough programs for all multiprocessors
+    rows = triton.next_power_of_2(max(min(len(x), 128), 16))
+    deep = deep or (256 if rows <= 32 else 128)  # enough bytes on their way, in the shared memory that there is
+    stages = stages if rows <= 64 else min(stages, 2)
+    grid = triton.cdiv(len(weight), columns), triton.cdiv(len(x), rows)
+    _linear_8bit[grid](
+        x, weight, scale, out, len(x), x.shape[1], len(weight),
+        rows, columns, deep, stages, x.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.distributions import MAX_CHUNK_LOGITS
+from ...core.quantization import TokenNetwork
 
 KVCache = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer: [B, kv heads, positions, head]
 
@@ -193,7 +194,7 @@ CONDITION_EMBEDDERS: dict[str, type[ClassEmbedder | CaptionFeatureEmbedder | Wor
 }
 
 
-class GPT(nn.Module):
+class GPT(TokenNetwork):
     """Autoregressive transformer: condition tokens, then image tokens; with a cache only new tokens are read."""
 
     def __init__(self, config: GPTConfig) -> None:

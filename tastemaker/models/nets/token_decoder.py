@@ -115,6 +115,8 @@ def fill_kv_cache(cache: Tensor, prefilled: KVCache, index: Tensor) -> None:
 class CachedTokenDecoder(ABC):
     """Token decoder with a preallocated KV cache: prompts are read once, then one token of every row per call."""
 
+    low_precision = False
+
     @torch.no_grad()
     def __init__(self, net: nn.Module, request: DecodeRequest) -> None:
         self.net, self.request, self.num_decoded = net, request, 0
