@@ -7,7 +7,8 @@
 
 The artificial judge is on the host and takes as long for a rollout batch as the sampler, as a remote judge would. `hps`
 is a CLIP ViT-H/14 and `vlm` a judge of 7B parameters, both with random weights on the sampler's device, where they
-compete with it. For them the number of sampling steps is raised until sampling takes about as long as judging.
+compete with it. For them the number of sampling steps is raised until sampling takes about as long as judging, and both
+times are those of a serial step, in which the judge's calls are timed.
 
 Two ratios to the longer one of sampling and judging are printed: that of the rollout, which is the step without its
 update, and that of the whole step. With n rollout batches no schedule has a rollout below (n + 1) / n, because the last
@@ -16,7 +17,8 @@ the update takes at most 1.15 - (n + 1) / n of the longer one: 0.07 of it with 1
 
 `serial` is the time of a step without overlap. Two networks that each fill the GPU cannot be faster together, whatever
 the schedule; `hidden` says which part of the shorter one of sampling and judging the overlap has saved. The script also
-compares the weights after the steps to the bit. Sections that would begin after --minutes are left out.
+compares the weights after the steps to the bit: with those of overlapped steps, and with those of other serial steps.
+Sections that would begin after --minutes are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ COLUMNS = (
     *("sampling", "judging", "update", "serial", "overlapped", "hidden", "rollout serial", "rollout overlapped"),
     *("step serial", "step overlapped", "best possible rollout"),
 )
-CHECKS = ("rollout within", "step within", "equal weights")
+CHECKS = ("rollout within", "step within", "equal weights", "serial repeats")
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class RandomNetwork(RewardSpec):
         dtype = torch.bfloat16 if placement.device.type == "cuda" else torch.float32
         placement = replace(placement, dtype=dtype)
         if self.network == "hps":
-            return build_clip_scorer("ViT-H/14", placement, self.small)
-        return JudgeScorer(build_judge(placement, self.small))
+            return TimedJudge(build_clip_scorer("ViT-H/14", placement, self.small))
+        return TimedJudge(JudgeScorer(build_judge(placement, self.small)))
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,22 @@ class JudgeScorer(Reward):
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return self.judge.judge_finished(pixels[:, 0], prompts, "orm").score.float()
+
+
+@dataclass
+class TimedJudge(Reward):
+    """A judge whose calls can be timed, which makes the host wait for the GPU."""
+
+    judge: Reward
+    timing: bool = False
+    seconds: float = 0.0
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        if not self.timing:
+            return self.judge.score(pixels, prompts, metadata)
+        scores: list[Tensor] = []
+        self.seconds += seconds(lambda: scores.append(self.judge.score(pixels, prompts, metadata)))
+        return scores[0]
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -169,9 +187,15 @@ def measure_section(name: str, config: RunConfig, options: argparse.Namespace, f
             config = with_num_steps(config, wanted)
             sampling = measure_sampling(build_run(config, SleepingJudge(), "never", folder), steps)
     times, updates, weights = {}, {}, {}
-    for mode in ("never", overlapped):
+    for part, mode in (("timed", "never"), ("never", "never"), ("overlapped", overlapped)):
         run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
-        times[mode], updates[mode], weights[mode] = measure_steps(run, steps)
+        scorer = run.rubric.rewards["judge"].reward
+        if isinstance(scorer, TimedJudge):
+            scorer.timing, scorer.seconds = part == "timed", 0.0
+        times[part], updates[part], weights[part] = measure_steps(run, steps)
+        if isinstance(scorer, TimedJudge) and part == "timed":
+            judging = scorer.seconds / (steps + 1)
+            sampling = times["timed"] - updates["timed"] - judging
         del run
     longer, update = max(sampling, judging), statistics.median(updates.values())
     return {
@@ -186,17 +210,22 @@ def measure_section(name: str, config: RunConfig, options: argparse.Namespace, f
         "judging": judging,
         "update": update,
         "serial": times["never"],
-        "overlapped": times[overlapped],
-        "hidden": (times["never"] - times[overlapped]) / min(sampling, judging),
+        "overlapped": times["overlapped"],
+        "hidden": (times["never"] - times["overlapped"]) / min(sampling, judging),
         "rollout serial": (times["never"] - update) / longer,
-        "rollout overlapped": (times[overlapped] - update) / longer,
+        "rollout overlapped": (times["overlapped"] - update) / longer,
         "step serial": times["never"] / longer,
-        "step overlapped": times[overlapped] / longer,
+        "step overlapped": times["overlapped"] / longer,
         "best possible rollout": (options.batches + 1) / options.batches,
-        "rollout within": times[overlapped] - update <= ALLOWED * longer,
-        "step within": times[overlapped] <= ALLOWED * longer,
-        "equal weights": all(a.equal(b) for a, b in zip(*weights.values(), strict=True)),
+        "rollout within": times["overlapped"] - update <= ALLOWED * longer,
+        "step within": times["overlapped"] <= ALLOWED * longer,
+        "equal weights": equal(weights["never"], weights["overlapped"]),
+        "serial repeats": equal(weights["never"], weights["timed"]),
     }
+
+
+def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
 def parse_options() -> argparse.Namespace:

@@ -102,7 +102,7 @@ def check_rollout_precision(config: AnyConfig, world_size: int) -> str | None:
 def find_ratio_problem(config: RunConfig, key: str) -> str | None:
     """Why the objective's probability ratios do not allow samples of another precision; None if they do."""
     objective, process = config.objective, config.process
-    if not (objective.samples_per_prompt() and objective.needs_log_probs()):
+    if not objective.uses_rollout_ratios():
         return None
     if not (isinstance(process, AutoregressiveProcess) and objective.corrects_rollout_precision):
         return (

@@ -192,6 +192,10 @@ class Objective(ABC, Generic[P, B, E, Q]):
         """Whether the samples need the log-probabilities of their actions."""
         return True
 
+    def uses_rollout_ratios(self) -> bool:
+        """Whether it divides by the probabilities of the network that sampled, so that the first ratio should be 1."""
+        return bool(self.samples_per_prompt()) and self.needs_log_probs()
+
     def snapshots(self) -> tuple[str, ...]:
         """Names of the weight snapshots it uses, such as `reference`."""
         return ()

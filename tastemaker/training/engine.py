@@ -138,8 +138,11 @@ class Engine:
             device = torch.device("cpu")  # where it is quantized: in full precision the device may not hold it
         return Placement(self.device, dtype, self.config.attention_backend, trained_dtype, device)
 
-    def prepare(self, weights: Weights) -> None:
-        """Compile, checkpoint, move, cast and shard the network in place as configured, and build its optimizer."""
+    def prepare(self, weights: Weights, *, same_kernels: bool = False) -> None:
+        """Compile, checkpoint, move, cast and shard the network in place as configured, and build its optimizer.
+
+        `same_kernels`: rollouts and updates should round alike, because a loss divides their probabilities.
+        """
         self.config = activation_memory.resolve_without_plan(self.config, self.device)
         if self.config.compile and self.device.type == "cuda":
             activation_memory.disable_compile_cache()
@@ -159,7 +162,7 @@ class Engine:
             if self.config.activation_memory == "checkpoint":
                 activation_memory.checkpoint_activations(net, self.config.checkpointed_blocks)
             if self.device.type == "cuda" and (in_blocks or not self.config.compile):  # not within one compiled graph
-                precision.use_fast_attention(net, self.config, weights.traits)
+                precision.use_fast_attention(net, self.config, weights.traits, same_kernels=same_kernels)
             if self.device.type == "cuda" and self.config.cuda_graphs:
                 self._capture_cuda_graphs(net, weights)
             for unit in [*(activation_memory.repeated_blocks(net) if self.mesh else ()), net]:

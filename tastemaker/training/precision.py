@@ -150,16 +150,23 @@ def attention_kernels(config: EngineConfig, *, gradient: bool) -> AbstractContex
     return sdpa_kernel(backends, set_priority=True)
 
 
-def use_fast_attention(net: nn.Module, config: EngineConfig, traits: NetworkTraits = NetworkTraits()) -> None:
+def use_fast_attention(
+    net: nn.Module, config: EngineConfig, traits: NetworkTraits = NetworkTraits(), *, same_kernels: bool = False
+) -> None:
     """Let a network use cuDNN attention on a GPU when no gradient is needed, or when its backward pass is safe.
 
     With activation checkpointing, both forward passes must use the same kernel, so cuDNN's is left out. It is also left
     out if rewards on the same GPU score in threads: PyTorch's choice of kernels holds for all threads, so that the
     kernels of a reward would depend on what the sampler does at that moment.
+
+    With `same_kernels`, `auto` uses it for rollouts and updates or for none of them: guidance multiplies the difference
+    of two kernels, which moves the ratios of a policy gradient.
     """
-    if config.overlap_rewards == "always":
-        return
     forward, cudnn_backward = net.forward, traits.cudnn_backward and config.activation_memory != "checkpoint"
+    if config.overlap_rewards == "always" or (
+        same_kernels and config.attention_backend == "auto" and not cudnn_backward
+    ):
+        return
 
     def call(*inputs: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and not cudnn_backward:

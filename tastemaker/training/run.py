@@ -76,7 +76,7 @@ class Run:
         held_out = [name for name, reward in self.rubric.pointwise().rewards.items() if not reward.weight]
         self.guard_history = GuardHistory(held_out, self.guard.patience)
         self.objective_state = self.objective.make_state()
-        self.engine.prepare(self.policy.weights)
+        self.engine.prepare(self.policy.weights, same_kernels=self.objective.uses_rollout_ratios())
         comm = distributed.separate_comm(self.engine.comm) if self.checkpoint.asynchronous else self.engine.comm
         self.checkpoint_writer = AsyncCheckpointWriter(comm)
 

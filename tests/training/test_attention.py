@@ -7,6 +7,9 @@ from tastemaker.config.schema import EngineConfig
 from tastemaker.core.weights import NetworkTraits
 from tastemaker.models.latent_dit.model import LatentDitBackbone
 from tastemaker.models.nets.latent_dit import LatentDiT, LatentDiTConfig
+from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.nft import NFT
 from tastemaker.training.precision import attention_kernels, compute_settings, use_fast_attention
 
 CONFIG = LatentDiTConfig(
@@ -25,6 +28,29 @@ CONFIG = LatentDiTConfig(
 def test_dit_supports_cudnn_backward():
     assert LatentDitBackbone.traits.cudnn_backward
     assert not NetworkTraits().cudnn_backward
+
+
+@pytest.mark.parametrize(
+    ("backend", "cudnn_backward", "activation_memory", "same_kernels", "is_fast"),
+    [
+        ("auto", False, "keep", False, True),
+        ("auto", False, "keep", True, False),  # a policy gradient: updates have no cuDNN kernel, so rollouts have none
+        ("auto", True, "keep", True, True),  # both have it
+        ("auto", True, "checkpoint", True, False),
+        ("cudnn", False, "keep", True, True),  # as asked for
+    ],
+)
+def test_rollouts_of_policy_gradients_use_the_kernels_of_their_updates(
+    backend, cudnn_backward, activation_memory, same_kernels, is_fast
+):
+    net = torch.nn.Linear(2, 2)
+    config = EngineConfig(attention_backend=backend, activation_memory=activation_memory)
+    use_fast_attention(net, config, NetworkTraits(cudnn_backward=cudnn_backward), same_kernels=same_kernels)
+    assert ("forward" in vars(net)) == is_fast
+
+
+def test_objectives_with_ratios_ask_for_the_same_kernels():
+    assert GRPO().uses_rollout_ratios() and not NFT().uses_rollout_ratios() and not DPO().uses_rollout_ratios()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
