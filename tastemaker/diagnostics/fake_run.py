@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config.schema import EngineConfig, RunConfig
+from ..core.lora import LoraWeights
 from ..core.objective import Context, SingleProcess
 from ..core.policy import Policy
 from ..core.randomness import Randomness
@@ -45,6 +46,7 @@ from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision, quantized_base
 from ..training.context_parallel import emulate_context_parallel
 from ..training.low_precision_linear import QuantizedLinear
+from ..training.merged_rollouts import merged_copy_bytes
 from ..training.rollout_precision import rollout_layers
 from .fake_backbones import PLANNED_AUTOENCODER, held_modules, lent_encoders, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
@@ -174,15 +176,19 @@ def _recomputed_share(net: nn.Module, engine: EngineConfig) -> float:
 def _rollout_copy_bytes(weights: Weights, engine: EngineConfig) -> float:
     """Bytes of the copies that `engine.rollout_precision` keeps: of 8-bit weights with an fp32 scale per row, or bf16.
 
-    Weights that have 8 bits already are multiplied as they are.
+    Weights that have 8 bits already are multiplied as they are. Layers with merged adapters have merged copies.
     """
-    if engine.rollout_precision in ("same", engine.precision):
-        return 0.0
+    kind = "same" if engine.rollout_precision == engine.precision else engine.rollout_precision
+    merge = isinstance(weights, LoraWeights) and weights.merge_rollouts
+    merged = merged_copy_bytes(weights.net, kind) if merge else 0.0
+    if kind == "same":
+        return merged
     nets = [weights.net, *(weights.copies.values() if isinstance(weights, FrozenCopyWeights) else ())]
-    layers = [layer for net in nets for layer in rollout_layers(net) if not isinstance(layer, QuantizedLinear)]
-    if engine.rollout_precision == "bf16":
-        return float(sum(2 * layer.weight.numel() for layer in layers))
-    return float(sum(layer.weight.numel() + 4 * len(layer.weight) for layer in layers))
+    chosen = [layer for net in nets for layer in rollout_layers(net, merge=merge)]
+    layers = [layer for layer in chosen if not isinstance(layer, QuantizedLinear)]
+    if kind == "bf16":
+        return merged + sum(2 * layer.weight.numel() for layer in layers)
+    return merged + sum(layer.weight.numel() + 4 * len(layer.weight) for layer in layers)
 
 
 def _count_parameters(module: nn.Module) -> int:
