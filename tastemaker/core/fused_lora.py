@@ -159,4 +159,4 @@ def change_class(layer: nn.Module, kind: type[nn.Module]) -> None:
 
 @cache
 def _combine(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind, base), {})
+    return type(kind.__name__, (kind, base), {"__module__": kind.__module__})
