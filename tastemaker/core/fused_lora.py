@@ -42,7 +42,7 @@ class FusedLoraFunction(torch.autograd.Function):
         return out.addmm_(inner, b.t(), alpha=scale)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None, None]:
         x, weight, a, b, inner = ctx.saved_tensors
         grad_x = grad_a = grad_b = None
@@ -95,7 +95,7 @@ class FusedLoraLinear(nn.Module):
                 out: Tensor = FusedLoraFunction.apply(  # type: ignore[no-untyped-call]
                     x.view(-1, x.shape[-1]), base.weight, base.bias, a, b, scale
                 )
-            return out.view(*x.shape[:-1], -1)
+            return out.view(*x.shape[:-1], out.shape[-1])
         return add_adapter(base(x), dropped, a, b, scale)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
@@ -131,8 +131,8 @@ def cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype == dtype:
         return x
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return x.to(dtype)
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or (x.is_leaf and x.requires_grad):
+        return x.to(dtype)  # the graph of a cast of a leaf would keep the leaf, and with it the cast
     made, state = getattr(x, CAST, None), (x._version, x.requires_grad)
     if made is None or made[0] != state or made[1].dtype != dtype:
         made = (state, x.to(dtype))
@@ -158,5 +158,6 @@ def change_class(layer: nn.Module, kind: type[nn.Module]) -> None:
 
 
 @cache
-def _combine(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+def _combine(kind: Any, base: Any) -> Any:
+    """The class with the methods of `kind` before those of `base`; one for all layers, as torch.compile needs it."""
     return type(kind.__name__, (kind, base), {"__module__": kind.__module__})

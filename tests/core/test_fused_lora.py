@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,23 @@ def test_layers_that_read_one_tensor_share_its_cast() -> None:
         weights.net(x)
     assert len(casts) == 1
     given = inputs() * 1.0
+    leaf, constant = inputs(), inputs().detach()
     with torch.autocast("cpu", torch.bfloat16):
+        kept = [weakref.ref(y) for y in (leaf, constant) if weights.net.blocks[0]["to_q"](y).requires_grad]
+        del leaf, constant
+        assert [ref() for ref in kept] == [None, None]  # without the help of the garbage collector
         layer = weights.net.blocks[0]["to_q"]
         before = layer(given).detach()
         given.mul_(2)  # the cast of the old value must not be used again
         assert relative_difference(layer(given).detach(), before) > 0.5
+
+
+def test_empty_batches_and_single_rows_keep_their_shape() -> None:
+    layer = adapted().net.blocks[0]["to_q"]
+    for shape in ((0, 3, FEATURES), (FEATURES,), (2, 1, 3, FEATURES)):
+        assert layer(torch.zeros(shape)).shape == shape
+        with torch.no_grad():
+            assert layer(torch.zeros(shape)).shape == shape
 
 
 @pytest.mark.parametrize("bf16", [False, True])
