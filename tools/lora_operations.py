@@ -29,7 +29,7 @@ from tastemaker.training.merged_rollouts import use_merged_rollouts
 TOKENS, WIDTH, RANK = 4096, 3072, 16
 NAMES = ("to_q", "to_k", "to_v")
 PRODUCTS = ("mm", "addmm", "addmm_")
-FREE = ("view", "t", "detach", "_unsafe_view", "new_zeros", "alias", "transpose", "expand", "device")
+FREE = ("view", "t", "detach", "_unsafe_view", "new_empty", "alias", "transpose", "expand", "device")
 
 
 class Layers(nn.Module):

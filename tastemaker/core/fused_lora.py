@@ -58,7 +58,7 @@ class FusedLoraFunction(torch.autograd.Function):
 
 def scaled_product(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """Return scale * x @ y of two matrices, with the scale as part of the product."""
-    return torch.addmm(x.new_zeros(()), x, y, beta=0, alpha=scale)
+    return torch.addmm(x.new_empty(()), x, y, beta=0, alpha=scale)  # beta=0: never read
 
 
 class FusedLoraLinear(nn.Module):
@@ -154,7 +154,9 @@ def fuse_adapters(layers: Iterable[Any]) -> None:
 
 def change_class(layer: nn.Module, kind: type[nn.Module]) -> None:
     """Put a class before that of a layer, in place, so that parameter names stay the same."""
-    layer.__class__ = _combine(kind, type(layer))
+    before: Any = type(layer)
+    after: Any = kind
+    layer.__class__ = _combine(after, before)
 
 
 @cache
