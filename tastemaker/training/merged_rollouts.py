@@ -49,8 +49,9 @@ class MergedLoraLinear(FusedLoraLinear):
 
     def merge(self, name: str) -> Tensor:
         """Return the sum of the weight and an adapter in fp32: [M, K]."""
-        a, b = self.matrices(name)
-        return torch.addmm(self.base_layer.weight.float(), b.float(), a.float(), alpha=float(self.scaling[name]))
+        (a, b), weight, scale = self.matrices(name), self.base_layer.weight, float(self.scaling[name])
+        with torch.autocast(weight.device.type, enabled=False):
+            return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 @dataclass(eq=False)

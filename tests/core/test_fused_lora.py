@@ -341,6 +341,19 @@ def test_large_merged_layers_have_fewer_bits(kind: str, error: float) -> None:
     assert rollout_call(layer, few).equal(layer(few).detach())
 
 
+def test_merged_weights_are_rounded_once() -> None:
+    """Whatever the precision of the call that renews them."""
+    weights = adapted(dtype=torch.bfloat16)
+    use_merged_rollouts(weights.net, "same", CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout_call(weights.net, inputs().detach())
+    layer = weights.net.blocks[0]["to_q"]
+    a, b = (x.detach() for x in layer.matrices("live"))
+    expected = (layer.base_layer.weight.double() + 1.5 * b.double() @ a.double()).bfloat16()
+    assert (layer.merged_weight == expected).float().mean() > 0.99  # but for ties between two roundings
+    assert relative_difference(layer.merged_weight.detach(), expected) < 1e-4
+
+
 QUIET = ["sample.every=0", "guard.every=0", "checkpoint.every=1", "engine.precision=fp32"]
 
 
