@@ -5,7 +5,10 @@
     python bench/flux.py --plan flux.json           # compare measured peaks with `tastemaker plan`
     python bench/flux.py --sections full,full-fp8,lora,lora-fp8,lora-fp8-base,plain
 
-Sections that end in fp8 have FP8 rollouts; lora-fp8-base also keeps the frozen weights in FP8, without copies.
+    python bench/flux.py --sections lora,lora-peft,lora-merged,grpo-flux,grpo-flux-peft    # how adapters are computed
+
+Sections that end in fp8 have FP8 rollouts; lora-fp8-base also keeps the frozen weights in FP8, without copies. Those
+that end in peft compute adapters with peft's layers, and those with merged have rollouts with merged adapters.
 
 Lower bound of SRPO at 720x720 with 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two
 backward passes with checkpointing are 1.23 PFLOP per prompt, 1.6 s at 790 TFLOP/s. LoRA needs no gradient of the
@@ -61,12 +64,18 @@ SECTIONS = {
     "lora": 130,
     "lora-fp8": 130,
     "lora-fp8-base": 130,
+    "lora-peft": 130,
+    "lora-merged": 130,
+    "lora-merged-fp8": 130,
     "plain": 60,
     "grpo-sd35": 150,
     "plain-grpo-sd35": 60,
     "grpo-flux": 150,
+    "grpo-sd35-peft": 150,
+    "grpo-flux-peft": 150,
     "offload": 400,
 }  # seconds
+VARIANTS = ("fp8", "peft", "merged")  # of other sections, measured if asked for
 # Prompts, rollout batch size, micro-batch size, timesteps per call if not 1; the first that fits is measured.
 BATCHES: dict[str, list[tuple[int, ...]]] = {
     "full": [(8, 8, 4), (4, 4, 2), (2, 2, 1)],
@@ -75,12 +84,14 @@ BATCHES: dict[str, list[tuple[int, ...]]] = {
     "grpo-flux": [(1, 8, 8), (1, 4, 4)],
     "offload": [(8, 8, 8), (2, 2, 2)],
 }
-BATCHES |= {"full-fp8": BATCHES["full"], "lora-fp8": BATCHES["lora"], "lora-fp8-base": BATCHES["lora"]}
-MEASURED = {"grpo-sd35": 2}  # how many of a section's batches are measured, if not one
-BASELINES = dict.fromkeys(("full", "full-fp8", "lora", "lora-fp8", "lora-fp8-base", "plain"), "plain")
-BASELINES |= dict.fromkeys(("grpo-sd35", "plain-grpo-sd35"), "plain-grpo-sd35")
-PFLOP_PER_PROMPT = {"full": 1.23, "full-fp8": 1.23, "offload": 1.23, "grpo-sd35": 1.10}
-PFLOP_PER_PROMPT |= dict.fromkeys(("lora", "lora-fp8", "lora-fp8-base"), 1.15)
+LORA_SECTIONS = tuple(section for section in SECTIONS if section.startswith("lora"))
+BATCHES |= {"full-fp8": BATCHES["full"], **dict.fromkeys(LORA_SECTIONS, BATCHES["lora"])}
+BATCHES |= {f"{section}-peft": BATCHES[section] for section in ("grpo-sd35", "grpo-flux")}
+MEASURED = dict.fromkeys(("grpo-sd35", "grpo-sd35-peft"), 2)  # how many of a section's batches, if not one
+BASELINES = dict.fromkeys(("full", "full-fp8", *LORA_SECTIONS, "plain"), "plain")
+BASELINES |= dict.fromkeys(("grpo-sd35", "grpo-sd35-peft", "plain-grpo-sd35"), "plain-grpo-sd35")
+PFLOP_PER_PROMPT = {"full": 1.23, "full-fp8": 1.23, "offload": 1.23, "grpo-sd35": 1.10, "grpo-sd35-peft": 1.10}
+PFLOP_PER_PROMPT |= dict.fromkeys(LORA_SECTIONS, 1.15)
 NoteFn = Callable[[str, float, int], None]  # name, milliseconds, batch size
 
 
@@ -127,14 +138,15 @@ def run_config(options: FluxOptions, section: str) -> RunConfig:
 
 def section_config(options: FluxOptions, section: str) -> RunConfig:
     """Return the configuration of a section."""
-    kind, offloads = section.partition("-fp8")[0], section == "offload"
-    trains_all_weights = kind in ("full", "parts", "offload")
+    offloads = section == "offload"
+    trains_all_weights = section in ("full", "full-fp8", "parts", "offload")
+    lora = Lora(rank=16, fused=not section.endswith("-peft"), merge_rollouts="-merged" in section)
     srpo = RunConfig(
         model=flux_spec(options.folder, 720, options.tiny),
         process=GaussianProcess(RectifiedFlow(shift=3.0), num_steps=4 if options.tiny else 25),
         objective=SRPO(num_grid_steps=50),
         data=InlinePrompts(PROMPTS),
-        tuning=FullFinetuning() if trains_all_weights else Lora(rank=16),
+        tuning=FullFinetuning() if trains_all_weights else lora,
         rewards={"hps": RewardConfig(HpsReward())},
         optim=OptimConfig(lr=1e-6, max_grad_norm=0.1, state_dtype="int8" if trains_all_weights else "fp32"),
         engine=EngineConfig(
@@ -142,7 +154,7 @@ def section_config(options: FluxOptions, section: str) -> RunConfig:
             param_dtype="bf16" if trains_all_weights else "fp32",
             activation_memory="checkpoint",
             base_precision="fp8" if section == "lora-fp8-base" else "same",
-            rollout_precision="fp8" if kind != section else "same",
+            rollout_precision="fp8" if "-fp8" in section else "same",
             attention_backend=options.attention,  # type: ignore[arg-type]
             compile=options.compile and not offloads,
             strategy="fsdp" if offloads else "replicated",
@@ -154,7 +166,7 @@ def section_config(options: FluxOptions, section: str) -> RunConfig:
         return srpo
     process = GaussianProcess(RectifiedFlow(shift=3.0), FlowSDE(0.7), 4 if options.tiny else 10)
     grpo = replace(srpo, process=process, objective=GRPO(group_size=4 if options.tiny else 8, clip_range=1e-4))
-    if section == "grpo-flux":
+    if section.startswith("grpo-flux"):
         spec = flux_spec(options.folder, 512, options.tiny)
         return replace(grpo, model=replace(spec, rollout_guidance_scale=None, truncate_timesteps=False))
     # Small enough to keep all activations: 48 GiB are planned, and one more forward pass per block is saved.
@@ -311,7 +323,8 @@ def print_table(results: Results) -> None:
 
 
 def main() -> None:
-    parser = section_parser(",".join(section for section in SECTIONS if "fp8" not in section), 720.0)
+    usual = [section for section in SECTIONS if not set(VARIANTS) & set(section.split("-"))]
+    parser = section_parser(",".join(usual), 720.0)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--all-batches", action="store_true", help="not only the first that fits")

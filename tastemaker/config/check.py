@@ -36,7 +36,7 @@ from ..rewards.preference import tower_settings
 from .data_checks import BATCH_NAMES, DATA_TYPES, check_editor_path, check_joint_batch, check_objective_data
 from .dump import registered_name, to_plain
 from .engine_rules import ENGINE_RULES
-from .group_rules import check_group_rewards, check_pairwise_rewards, check_pool
+from .group_rules import check_group_rewards, check_pairwise_rewards, check_pool, check_shared_prompts
 from .reward_servers import check_reward_servers
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, PreferenceRunConfig, RunConfig
 from .validate import build_component
@@ -363,6 +363,7 @@ RUN_RULES: tuple[Rule, ...] = (
     check_group_rewards,
     check_pairwise_rewards,
     check_pool,
+    check_shared_prompts,
     check_scored_frames,
     check_num_frames,
     check_initial_image,
@@ -388,6 +389,7 @@ TRAINING_RULES = (
     check_objective,
     check_group_rewards,
     check_pool,
+    check_shared_prompts,
 )
 AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...] = (
     check_autoencoder_data,

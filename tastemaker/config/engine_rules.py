@@ -5,6 +5,7 @@ Each rule is a function that returns a message, or None if the rule holds.
 
 from __future__ import annotations
 
+from ..core.lora import Lora
 from ..processes.autoregressive import AutoregressiveProcess
 from .schema import AnyConfig, AutoencoderRunConfig, RunConfig
 
@@ -134,6 +135,29 @@ def find_token_decoder_problem(config: RunConfig, key: str) -> str | None:
     return f"{key}, but token decoders compute in engine.precision; set fp8 or int8 for 8-bit weights, or same [TM2692]"
 
 
+def check_merged_rollouts(config: AnyConfig, world_size: int) -> str | None:
+    if not isinstance(config, RunConfig) or not isinstance(config.tuning, Lora) or not config.tuning.merge_rollouts:
+        return None
+    if config.objective.uses_rollout_ratios():
+        return (
+            f"tuning.merge_rollouts: {type(config.objective).__name__} divides by the probabilities of the network "
+            "that sampled, which merged weights round differently, so its first ratio would not be 1; remove it, or "
+            "use an objective that needs only the samples, such as nft or elbo_grpo [TM2750]"
+        )
+    if isinstance(config.process, AutoregressiveProcess):
+        return "tuning.merge_rollouts: token decoders have their own way to merge adapters; remove it [TM2751]"
+    engine = config.engine
+    settings = {
+        "base_precision": engine.base_precision != "same",
+        "cuda_graphs": engine.cuda_graphs,
+        "strategy": engine.strategy != "replicated",
+    }
+    conflict = next((name for name, active in settings.items() if active), None)
+    if conflict is None:
+        return None
+    return f"tuning.merge_rollouts cannot be combined with engine.{conflict}; remove one of them [TM2752]"
+
+
 def check_activation_memory(config: AnyConfig, world_size: int) -> str | None:
     engine = config.engine
     if engine.activation_memory == "auto" and not isinstance(config, RunConfig | AutoencoderRunConfig):
@@ -163,6 +187,7 @@ ENGINE_RULES = (
     check_cpu_offload,
     check_base_precision,
     check_rollout_precision,
+    check_merged_rollouts,
     check_activation_memory,
     check_asynchronous_checkpoints,
 )

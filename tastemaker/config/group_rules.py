@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..models.sana import SanaSpec
 from .dump import registered_name
 from .schema import RunConfig
 
@@ -51,3 +52,16 @@ def check_pool(config: RunConfig, world_size: int) -> str | None:
             f"{keep.pool_num_steps}; lower it, or raise process.num_steps [TM1595]"
         )
     return None
+
+
+def check_shared_prompts(config: RunConfig, world_size: int) -> str | None:
+    objective = config.objective
+    if not isinstance(config.model, SanaSpec) or not config.model.share_prompts:
+        return None
+    if not objective.uses_rollout_ratios():
+        return None
+    return (
+        f"model.share_prompts: {type(objective).__name__} divides by the probabilities of the network that sampled, "
+        "which may round differently with fewer rows, so its first ratio need not be 1; remove it, or use an "
+        "objective that needs only the samples, such as nft or elbo_grpo [TM2754]"
+    )

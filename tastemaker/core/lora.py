@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .dropout import DropoutMasks, RowDropout
+from .fused_lora import fuse_adapters
 from .randomness import Randomness
 from .registry import ConfigError
 from .weights import NetworkTraits, TrainableModel, Weights, unknown_snapshot_error
@@ -39,13 +40,17 @@ class LoraWeights(Weights):
         snapshots: Sequence[str] = (),
         text_encoders: Mapping[str, tuple[nn.Module, LoraConfig]] | None = None,
         traits: NetworkTraits = NetworkTraits(),
+        *,
+        fused: bool = True,
+        merge_rollouts: bool = False,
     ) -> None:
         from peft import inject_adapter_in_model
+        from peft.tuners.lora import Linear
 
         encoders = text_encoders or {}
         self.net, self.traits = net, traits
         self.text_encoders = {name: encoder for name, (encoder, _) in encoders.items()}
-        self.active = LIVE_ADAPTER
+        self.active, self.merge_rollouts = LIVE_ADAPTER, merge_rollouts
         adapted = [*([(net, config)] if config else []), *encoders.values()]
         self.config = adapted[0][1]
         self.names = [LIVE_ADAPTER, *(name for name in snapshots if name != "reference")]
@@ -54,6 +59,8 @@ class LoraWeights(Weights):
             for name in self.names:
                 for module, lora_config in adapted:
                     inject_adapter_in_model(lora_config, module, name)
+        if fused:
+            fuse_adapters([layer for layer in _lora_layers(self._modules()) if type(layer) is Linear])
         self._dropout = [use_row_dropout(module, each) for module, each in adapted if each.lora_dropout]
         with torch.no_grad():
             for key, p in self._named():
@@ -215,6 +222,8 @@ class Lora:
     dropout: float = 0.0
     modules: tuple[Literal["backbone", "text_encoder"], ...] = ("backbone",)  # what gets adapters
     text_target_modules: tuple[str, ...] | str = "all-linear"
+    fused: bool = True  # adapters of linear layers add to the layer's output within their own matrix product
+    merge_rollouts: bool = False  # rollouts multiply copies of the adapted layers, with their adapters merged
     is_adapter: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -228,6 +237,11 @@ class Lora:
             if isinstance(targets, str) and targets not in ("default", "all-linear", "all-layers"):
                 expected = "default, all-linear, all-layers or a list of names such as [to_q, to_v]"
                 raise ValueError(f"'{key}': expected {expected}, got {targets!r:.60}; correct '{key}' [TM083]")
+        if self.merge_rollouts and not (self.fused and "backbone" in self.modules):
+            raise ValueError(
+                "'merge_rollouts' needs fused=true and adapters of the backbone; set fused=true and "
+                "modules=[backbone], or remove merge_rollouts [TM2753]"
+            )
         if not self.modules:
             raise ValueError(
                 "'modules' is empty; set it to [backbone], [text_encoder] or [backbone, text_encoder] [TM084]"
@@ -238,7 +252,8 @@ class Lora:
         config = None
         if "backbone" in self.modules:
             config = self.config(model.net, self.target_modules, model.traits.lora_targets)
-        return LoraWeights(model.net, config, snapshots, encoders, model.traits)
+        options = {"fused": self.fused, "merge_rollouts": self.merge_rollouts}
+        return LoraWeights(model.net, config, snapshots, encoders, model.traits, **options)
 
     def config(
         self, net: nn.Module, targets: tuple[str, ...] | str, default_targets: tuple[str, ...] = ()

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..core.fused_lora import FLOP_FORMULAS
+
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not in stubs
     """Tracks the bytes of live tensors and their peak. The value of a fake number on the host is 0 or False."""
@@ -117,7 +119,7 @@ def trace_peak_bytes(work: Callable[[], Any], existing: Any) -> int:
 def count_flops(work: Callable[[], Any]) -> float:
     """The FLOPs of matrix products, convolutions and attention."""
     FakeAttention.flops = 0
-    counter: Any = FlopCounterMode(display=False)
+    counter: Any = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with counter, use_fake_kernels():
         work()
     return float(counter.get_total_flops() + FakeAttention.flops)

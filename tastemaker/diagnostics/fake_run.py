@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config.schema import EngineConfig, RunConfig
+from ..core.lora import LoraWeights
 from ..core.objective import Context, SingleProcess
 from ..core.policy import Policy
 from ..core.quantization import TokenNetwork
@@ -47,6 +48,7 @@ from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision, quantized_base
 from ..training.context_parallel import emulate_context_parallel
 from ..training.low_precision_linear import QuantizedLinear
+from ..training.merged_rollouts import merged_copy_bytes
 from ..training.rollout_precision import rollout_layers
 from .fake_backbones import PLANNED_AUTOENCODER, held_modules, lent_encoders, load_fake_backbone
 from .fake_memory import count_flops, trace_peak_bytes
@@ -176,19 +178,18 @@ def _recomputed_share(net: nn.Module, engine: EngineConfig) -> float:
 
 
 def _rollout_copy_bytes(weights: Weights, engine: EngineConfig) -> float:
-    """Bytes of the copies that `engine.rollout_precision` keeps: of 8-bit weights with an fp32 scale per row, or bf16.
-
-    Weights that have 8 bits already are multiplied as they are.
-    """
-    if engine.rollout_precision in ("same", engine.precision):
-        return 0.0
+    """Bytes of the copies for rollouts: 8-bit weights with an fp32 scale per row, bf16 weights, or merged adapters."""
+    kind = "same" if engine.rollout_precision == engine.precision else engine.rollout_precision
+    merge = isinstance(weights, LoraWeights) and weights.merge_rollouts
+    merged = merged_copy_bytes(weights.net, kind) if merge else 0.0
+    if kind == "same":
+        return merged
     if isinstance(weights.net, GPT):
-        return float(sum(rows * columns + 4 * rows for rows, columns in block_matrices(weights.net)))
+        return merged + sum(rows * columns + 4 * rows for rows, columns in block_matrices(weights.net))
     nets = [weights.net, *(weights.copies.values() if isinstance(weights, FrozenCopyWeights) else ())]
-    layers = [layer for net in nets for layer in rollout_layers(net) if not isinstance(layer, QuantizedLinear)]
-    if engine.rollout_precision == "bf16":
-        return float(sum(2 * layer.weight.numel() for layer in layers))
-    return float(sum(layer.weight.numel() + 4 * len(layer.weight) for layer in layers))
+    layers = [layer for net in nets for layer in rollout_layers(net, merge=merge)]
+    copied = [layer.weight for layer in layers if not isinstance(layer, QuantizedLinear)]  # others have 8 bits already
+    return merged + sum(2 * x.numel() if kind == "bf16" else x.numel() + 4 * len(x) for x in copied)
 
 
 def _count_parameters(module: nn.Module) -> int:

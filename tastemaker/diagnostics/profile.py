@@ -206,7 +206,7 @@ def find_suggestions(profile: Profile, run: Run, config: RunConfig) -> Iterator[
         yield profile.share("reward"), Suggestion("engine.overlap_rewards=auto", "rewards could score while sampling")
     low = f"engine.rollout_precision={'fp8' if on_gpu else 'int8'}"
     if on_gpu and rollout >= LARGE_SHARE and engine.rollout_precision == "same" and allows_low_precision(run, config):
-        weighted = config.objective.samples_per_prompt() and config.objective.needs_log_probs()
+        weighted = config.objective.uses_rollout_ratios()
         reason = "tokens are weighed by what rounding changes" if weighted else "no ratio depends on it"
         yield rollout, Suggestion(low, f"sampling takes {rollout:.0%} of the step, and {reason}")
     if rollout >= LARGE_SHARE and batch.rollout_batch_size and (has_room or not on_gpu):

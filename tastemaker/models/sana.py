@@ -6,6 +6,7 @@ Sprint is distilled to one to four steps by continuous-time consistency: its gui
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from .component_configs import ComponentConfigs
 from .image_backbone import ImageBackbone, VaeAdapter, cast_to_network_dtype
 from .pipeline_components import ATTENTION_LAYERS, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
+from .shared_prompts import PROMPT_ID, SharedPromptLayers, prompt_ids
 from .text_encoders import TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=32)]
@@ -156,6 +158,7 @@ KEY_RULES: KeyRules = (
     (r"proj_out\.", "final_layer.linear."),
     (r"scale_shift_table", "final_layer.scale_shift_table"),
 )
+PROMPT_LAYERS = ("caption_projection", "*.attn2.to_k", "*.attn2.to_v")  # whose input depends on the prompt only
 # In the authors' files, but not in the network of diffusers: tables that are not read, and the head of a training loss.
 UNREAD_KEYS = ("y_embedder.y_embedding", "pos_embed", "logvar_linear.")
 
@@ -251,13 +254,21 @@ class SanaBackbone(ImageBackbone):
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.config = components.config("transformer")
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
+        self.shared_prompts = SharedPromptLayers(PROMPT_LAYERS) if spec.share_prompts else None
 
     def enable_text_encoder_training(self) -> dict[str, nn.Module]:
         return {}  # an instruction of hundreds of tokens would be encoded again at every call
 
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return self._embed(prompts, metadata, negative=False)
+
     def embed_negative(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        tensors = self.prompt_encoder(self.prompt_encoder.keys(prompts, metadata, negative=True))
-        return Condition(tuple(prompts), tensors, tuple(metadata))
+        return self._embed(prompts, metadata, negative=True)
+
+    def _embed(self, prompts: Prompts, metadata: Sequence[Metadata], *, negative: bool) -> Condition:
+        keys = self.prompt_encoder.keys(prompts, metadata, negative=negative)
+        ids = {PROMPT_ID: prompt_ids(keys)} if self.shared_prompts else {}
+        return Condition(tuple(prompts), {**self.prompt_encoder(keys), **ids}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         return self.call_network(x[:, 0], 1000 * float(self.config.get("timestep_scale", 1.0)) * t, cond, None)[:, None]
@@ -267,14 +278,16 @@ class SanaBackbone(ImageBackbone):
     ) -> Tensor:
         """Return the network's output for latents [B, 32, h, w] at the timesteps of its embedding [B]."""
         latents, prompt_embeds = cast_to_network_dtype(self.net, latents, cond.tensors["prompt_embeds"])
-        output: Tensor = self.net(
-            hidden_states=latents,
-            encoder_hidden_states=prompt_embeds,
-            encoder_attention_mask=cond.tensors["attention_mask"],
-            timestep=timestep,
-            guidance=guidance,
-            return_dict=False,
-        )[0]
+        shared = self.shared_prompts
+        with shared.calls(self.net, cond.tensors) if shared else nullcontext():
+            output: Tensor = self.net(
+                hidden_states=latents,
+                encoder_hidden_states=prompt_embeds,
+                encoder_attention_mask=cond.tensors["attention_mask"],
+                timestep=timestep,
+                guidance=guidance,
+                return_dict=False,
+            )[0]
         return output
 
 
@@ -320,6 +333,7 @@ class SanaSpec(ImageSpec):
     width: Side = 1024
     max_text_tokens: Annotated[int, Field(ge=2, le=1024)] = 300  # of Gemma, without the instruction
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, block by block
+    share_prompts: bool = False  # rollouts compute keys and values of prompts once for adjacent samples of a prompt
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     latent_channels, pixels_per_latent = LATENT_CHANNELS, PIXELS_PER_LATENT

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..core.fused_lora import FLOP_FORMULAS
 from ..core.policy import Policy
 from ..core.randomness import Randomness
 from ..core.reward import Verdict, Verifier
@@ -54,7 +55,7 @@ def measure_flop_costs(
 
 def count_flops(function: Callable[[], object]) -> float:
     """Count the operations of a function, without compiled code and fused CPU attention, which are not counted."""
-    counter: Any = FlopCounterMode(display=False)
+    counter: Any = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
         function()
     return float(counter.get_total_flops())

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config.schema import EngineConfig, OptimConfig
 from ..core.errors import TrainingError, explain_error
+from ..core.lora import LoraWeights
 from ..core.quantization import TokenNetwork
 from ..core.types import Placement
 from ..core.weights import FrozenCopyWeights, FullWeights, NetworkTraits, Weights
@@ -34,6 +35,7 @@ from . import (
     device_precision,
     distributed,
     inference_norms,
+    merged_rollouts,
     optimizer,
     precision,
     quantized_base,
@@ -155,7 +157,7 @@ class Engine:
             self._check_shardable(net, weights.traits)
             if self._context is not None:
                 context_parallel.enable_context_parallel(net, self._context)
-            self._lower_precision(net)
+            self._lower_precision(net, merge=isinstance(weights, LoraWeights) and weights.merge_rollouts)
             in_blocks = self.config.compile and activation_memory.should_compile_blocks(net)
             if in_blocks:
                 activation_memory.compile_blocks(net)
@@ -179,17 +181,20 @@ class Engine:
         self._check_all_sharded()
         self.optimizer = optimizer.build_optimizer(self.parameters, self.optim, dtype, self.seed, self.device)
 
-    def _lower_precision(self, net: nn.Module) -> None:
-        """Keep the frozen base in 8 bits, and let rollouts compute in fewer bits, as configured."""
+    def _lower_precision(self, net: nn.Module, *, merge: bool) -> None:
+        """Keep the frozen base in 8 bits, and let rollouts compute in fewer bits or without adapters, as configured."""
         base, rollouts = self.config.base_precision, self.config.rollout_precision
+        rollouts = "same" if rollouts == self.config.precision else rollouts
         if base != "same":
             quantized_base.warn_of_small_layers(net, f"engine.base_precision: {base}")
             quantized_base.quantize_frozen_layers(net, base, self.device)
         if rollouts in ("int8", "fp8") and isinstance(net, TokenNetwork):
             rollout_precision.decode_in_8_bits(net, rollouts, self.device)
-        elif rollouts != "same" and rollouts != self.config.precision:
+        elif rollouts != "same":
             quantized_base.warn_of_small_layers(net, f"engine.rollout_precision: {rollouts}")
-            rollout_precision.use_low_precision_rollouts(net, rollouts, self.device)
+            rollout_precision.use_low_precision_rollouts(net, rollouts, self.device, merge=merge)
+        if merge:
+            merged_rollouts.use_merged_rollouts(net, rollouts, self.device)
 
     def _capture_cuda_graphs(self, net: nn.Module, weights: Weights) -> None:
         """Capture calls without gradient in CUDA graphs, with norms in the compute dtype and channels_last weights."""

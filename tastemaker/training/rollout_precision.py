@@ -55,18 +55,25 @@ class RolloutCopies:
             copy_scale.copy_(scale)
 
 
-def rollout_layers(net: nn.Module) -> list[nn.Linear]:
-    """Return the linear layers that compute in fewer bits in rollouts: with adapters the frozen ones only."""
+def rollout_layers(net: nn.Module, *, merge: bool = False) -> list[nn.Linear]:
+    """Return the linear layers that compute in fewer bits in rollouts: with adapters the frozen ones only.
+
+    With `merge`, layers with adapters are left out: merged copies of these are made by `merged_rollouts`.
+    """
     large = large_linear_layers(net)
-    return [layer for layer in large if not layer.weight.requires_grad] or large
+    merged = {getattr(layer, "base_layer", None) for layer in net.modules()} if merge else set()
+    frozen = [layer for layer in large if not layer.weight.requires_grad] or large
+    return [layer for layer in frozen if layer not in merged]
 
 
-def use_low_precision_rollouts(net: nn.Module, kind: RolloutKind, device: torch.device) -> RolloutCopies:
+def use_low_precision_rollouts(
+    net: nn.Module, kind: RolloutKind, device: torch.device, *, merge: bool = False
+) -> RolloutCopies:
     """Let the large linear layers of a network compute in fewer bits in rollouts; return the copies of their weights.
 
     With adapters these are the frozen layers only. Weights that have 8 bits already are multiplied without a copy.
     """
-    chosen = rollout_layers(net)
+    chosen = rollout_layers(net, merge=merge)
     kinds: set[RolloutKind] = {
         kind_of(layer.weight) if isinstance(layer, QuantizedLinear) else kind for layer in chosen
     }

@@ -38,6 +38,10 @@ def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
         pytest.param("flux", "plain", "s per prompt", marks=SLOW, id="flux-plain"),
         pytest.param("flux", "grpo-sd35,plain-grpo-sd35", "x plain", marks=SLOW, id="flux-flow-grpo"),
         pytest.param("flux", "lora-fp8-base", "s per prompt", marks=SLOW, id="flux-fp8"),
+        pytest.param("flux", "lora-merged", "s per prompt", marks=SLOW, id="flux-merged"),
+        pytest.param(
+            "flux", "lora-peft,lora-merged-fp8,grpo-flux-peft", "s per prompt", marks=LONG, id="flux-adapters"
+        ),
         pytest.param("flux", "parts,full,full-fp8,lora,lora-fp8,grpo-flux", "s per prompt", marks=LONG, id="flux"),
         pytest.param(
             "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=LONG, id="llamagen"

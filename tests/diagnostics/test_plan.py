@@ -17,6 +17,7 @@ from tastemaker.cli import app
 from tastemaker.cli import diagnose as plan_command
 from tastemaker.config.load import load
 from tastemaker.config.schema import RunConfig
+from tastemaker.core.lora import Lora
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.diagnostics import plan, plan_cache
@@ -27,6 +28,7 @@ from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.diagnostics.plan_cache import CACHE_FILE, PlanCache
 from tastemaker.models import flux, sd3
 from tastemaker.training import low_precision_linear
+from tastemaker.training.merged_rollouts import use_merged_rollouts
 from tastemaker.training.rollout_precision import use_low_precision_rollouts
 
 DEV, MEDIUM = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-medium"
@@ -108,6 +110,14 @@ def test_copies_for_rollouts_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert low.rollout_copies == sum(x.nbytes for x in kept if x is not None) > 0 == plain.rollout_copies
     assert low.total - plain.total == low.rollout_copies
     assert estimate("engine.rollout_precision=bf16").rollout_copies == 0  # this is the precision of the run
+    model = flux.FluxSpec().tiny().load(Placement(dtype=torch.bfloat16))
+    merged = use_merged_rollouts(Lora(target_modules="all-linear").apply(model, ()).net, "fp8", torch.device("cpu"))
+    merged.refresh()
+    kept = [x for layer in merged.layers for x in (layer.merged_weight, layer.merged_scale)]
+    assert {x.itemsize for x in kept if x is not None} == {1, 2, 4}
+    tuning = "tuning={type: lora, target_modules: all-linear, merge_rollouts: true}"
+    planned = estimate(tuning, "engine.rollout_precision=fp8").rollout_copies
+    assert planned == sum(x.nbytes for x in kept if x is not None)
     adapter = estimate("tuning={type: lora}", "engine.rollout_precision=fp8")
     base = estimate("tuning={type: lora}", "engine.rollout_precision=fp8", "engine.base_precision=fp8")
     assert adapter.rollout_copies == low.rollout_copies and base.rollout_copies == 0

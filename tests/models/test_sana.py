@@ -19,13 +19,18 @@ from tiers import fast
 from tiny_pipelines import FixedNoise
 from torch import Tensor
 
+from tastemaker.config.group_rules import check_shared_prompts
+from tastemaker.config.load import load
 from tastemaker.core.guidance import GuidedBackbone
+from tastemaker.core.lora import Lora
 from tastemaker.core.policy import Backbone, Guidance
 from tastemaker.core.randomness import Purpose, Randomness
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.types import Placement
+from tastemaker.core.rollout_scope import ROLLOUTS
+from tastemaker.core.types import Placement, select_rows
 from tastemaker.models.pretrained import silence_libraries
 from tastemaker.models.sana import SanaSpec, SanaSprintSpec, sana_to_original
+from tastemaker.models.shared_prompts import adjacent_samples, prompt_ids
 from tastemaker.processes.dynamics import ConsistencySampling
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, TrigFlow
@@ -148,6 +153,52 @@ def test_single_file_has_the_authors_names(spec: SanaSpec, tmp_path: Path) -> No
     save_file({key: x.contiguous() for key, x in original.items()}, tmp_path / "sana.safetensors")
     loaded = replace(tiny, seed=2, transformer=str(tmp_path / "sana.safetensors")).load(Placement()).net.state_dict()
     assert all(loaded[key].equal(x) for key, x in expected.items())
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@torch.no_grad()
+def test_prompt_layers_compute_once_for_the_samples_of_a_prompt(adapter: bool) -> None:
+    """Guided rollouts of two groups of three give the samples and call the layers with four rows instead of twelve."""
+    rows, outputs = [], []
+    for share in (False, True):
+        model = GuidedBackbone(
+            replace(SanaSpec().tiny(), share_prompts=share).load(Placement()), Guidance(4.5, "blurry")
+        )
+        if adapter:
+            weights = Lora(rank=2, target_modules=("attn2.to_k", "attn2.to_v")).apply(model, ())
+            for i, p in enumerate(weights.trainable().values()):
+                torch.nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(i))
+        for layer in model.net.modules():
+            if isinstance(layer, torch.nn.Linear) and layer.in_features == model.net.config.caption_channels:
+                layer.register_forward_pre_hook(lambda layer, inputs: rows.append(len(inputs[0])))
+        cond = select_rows(model.embed(["a", "b c"]), torch.tensor([0, 0, 0, 1, 1, 1]))
+        rng = Randomness(0, 0, torch.arange(6))
+        x, t = rng.normal("x", *model.shape), torch.linspace(0.1, 0.9, 6)
+        with ROLLOUTS.calls():
+            outputs.append(model.predict(x, t, cond))
+        assert not any(layer._forward_hooks for layer in model.net.modules())
+        rows.append(-1)
+        model.predict(x, t, cond)  # no rollout
+        with torch.enable_grad(), ROLLOUTS.calls():
+            model.predict(x, t, cond)
+        mixed = select_rows(cond, torch.tensor([0, 3, 0, 3, 3, 0]))
+        with ROLLOUTS.calls():
+            model.predict(x, t, mixed)
+    assert rows == [12, -1, 12, 12, 12, 4, -1, 12, 12, 12]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5 * float(outputs[0].abs().max()))
+
+
+def test_adjacent_samples_are_counted() -> None:
+    cases = {"aaabbb": 3, "aabbbb": 2, "aaab": 1, "ababab": 1, "aaaa": 4, "a": 1}
+    assert {text: adjacent_samples(prompt_ids(list(text))) for text in cases} == cases
+
+
+def test_prompts_are_not_shared_where_ratios_need_the_probabilities_of_rollouts() -> None:
+    config = load("grpo-toy-flow", [])
+    model = replace(SanaSpec().tiny(), share_prompts=True)
+    assert "TM2754" in (check_shared_prompts(replace(config, model=model), 1) or "")
+    assert check_shared_prompts(replace(load("nft-toy-flow", []), model=model), 1) is None
+    assert check_shared_prompts(replace(config, model=replace(model, share_prompts=False)), 1) is None
 
 
 def test_prediction_depends_on_prompt_and_distilled_guidance() -> None:
