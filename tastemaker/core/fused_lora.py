@@ -39,6 +39,8 @@ class FusedLoraFunction(torch.autograd.Function):
         inner = F.linear(x, a)
         ctx.save_for_backward(x, weight, a, b, inner)
         ctx.scale = scale
+        if torch.compiler.is_compiling():  # compiled in place, PyTorch 2.11 computes wrong gradients
+            return torch.addmm(out, inner, b.t(), alpha=scale)
         return out.addmm_(inner, b.t(), alpha=scale)
 
     @staticmethod

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.fused_lora import FusedLoraLinear, change_class
+from ..core.quantization import quantize_rows
 from ..core.rollout_scope import ROLLOUTS
 from .low_precision_linear import (
     RolloutKind,
     computes_in_fewer_bits,
     linear_8bit,
     linear_bf16,
-    quantize_rows,
 )
 from .quantized_base import large_linear_layers
 from .rollout_precision import check_device
