@@ -113,8 +113,9 @@ def load_picture_processor(folder: Path) -> Mapping[str, Any]:
 
     _, transformers = import_libraries()
     loader: Any = Qwen2VLImageProcessorPil
-    image_processor = loader.from_pretrained(folder / "processor", local_files_only=True)
-    tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    options = {"local_files_only": True}
+    image_processor = loader.from_pretrained(folder / "processor", trust_remote_code=False, **options)
+    tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False, **options)
     return {"processor": make_picture_processor(image_processor, tokenizer)}
 
 

@@ -18,9 +18,6 @@ from tastemaker.objectives.distill import Distillation
 COMMANDS = [line for line in console_lines(ROOT / "docs" / "forward-process.md") if "build" in line]
 
 
-WITHOUT_CONTROL = {"grpo-flow-4-epochs", "grpo-flow-lenient", "reward-gradient-flow16-lenient"}
-
-
 def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
@@ -32,8 +29,8 @@ def test_bench_command_plans_every_measurement_with_its_control() -> None:
     jobs = list_jobs(plan, cells, seeds, controls)
     after = {(job.cell, job.seed) for job in jobs if job.kind == "after"}
     assert after == {(cell, seed) for cell in cells for seed in (0, 1, 2)}
-    assert {job.cell for job in jobs if job.kind == "control"} == set(cells) - WITHOUT_CONTROL
-    assert {"flow-dppo-flow", "leap-flow", "win-rate-flow-lenient", "elbo-grpo-video", "mapo-flow"} < set(cells)
+    assert {job.cell for job in jobs if job.kind == "control"} == set(cells)
+    assert {"kto-likes-flow", "mapo-pairs-flow", "mapo-flow", "grpo-guard-flow", "flow-dppo-flow"} < set(cells)
     assert int(words[1]) < 600 and float(option(words, "--minutes")) * 60 < int(words[1])
     for cell in cells:
         plan.config(cell)  # raises an error if a setting is not valid
@@ -70,6 +67,6 @@ def test_results_so_far_are_not_measured_again() -> None:
     )  # as measured
     results = json.loads((ROOT / "docs" / "scoreboard" / "results.json").read_text(encoding="utf-8"))["results"]
     prints = {result["key"]: result["fingerprint"] for result in results}
-    for cell in ("flow-dppo-flow", "grpo-flow-4-epochs", "leap-flow"):
+    for cell in ("flow-dppo-flow", "grpo-flow-4-epochs", "leap-flow", "kto-likes-flow", "mapo-flow"):
         job = ScoreboardJob(cell, "after", 0)
         assert bench.fingerprint(bench.with_baseline(job)) == prints[job.key]
