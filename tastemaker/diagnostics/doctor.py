@@ -135,7 +135,8 @@ def _max_ratio_error(run: Run, policy: Policy[Any], precision: str) -> float:
         trajectory = sample_with_policy(run, NUM_SAMPLES, policy)
         errors = []
         for segment in trajectory.segments:
-            log_prob = policy.action_distribution(trajectory.cond, segment).log_prob(segment.action)
+            with torch.enable_grad():  # as an update scores
+                log_prob = policy.action_distribution(trajectory.cond, segment).log_prob(segment.action).detach()
             ratio = (log_prob - segment.log_prob).exp()
             errors.append(((ratio - 1).abs() * segment.mask).max().item())
     return max(errors, default=math.nan)

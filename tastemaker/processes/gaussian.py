@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.distributions import Distribution, Gaussian, SquaredErrorGaussian, expand_dims_like
-from ..core.guidance import GuidedBackbone, count_forward_passes, without_guidance
+from ..core.distributions import Gaussian, SquaredErrorGaussian, expand_dims_like
+from ..core.guidance import GuidedBackbone, count_forward_passes, is_guided, scoring_model, without_guidance
 from ..core.policy import Backbone, Guidance, Process, Rollout
 from ..core.randomness import Purpose, Randomness
 from ..core.rollout_scope import ROLLOUTS
@@ -125,7 +125,8 @@ class GaussianProcess(Process):
     def start(self, model: Backbone, cond: Condition, rng: Randomness) -> GaussianRollout:
         return GaussianRollout(self, model, cond, rng)
 
-    def action_distribution(self, model: Backbone, cond: Condition, segment: Segment) -> Distribution:
+    def action_distribution(self, model: Backbone, cond: Condition, segment: Segment) -> StepDistribution:
+        model, cond = scoring_model(model, cond)
         clean = self.predict_clean(model, segment.state, segment.t, cond)
         step = self.dynamics.step(self.path, self.denoising_step(segment.state, segment.t, segment.s, clean))
         return ignore_untrained(step, segment.action, model)
@@ -209,13 +210,22 @@ class GaussianRollout(Rollout):
             if self.model.untrained_elements is not None:
                 action = torch.where(self.model.untrained_elements, process.ode_step(self.x, t, s, self.clean), action)
                 distribution = ignore_untrained(distribution, action, self.model)
-            log_prob = distribution.log_prob(action.detach()).detach()
-            mask = torch.ones_like(log_prob)
-            mean = distribution.mean.detach() if process.keeps_action_means else None
-            self.segments += (Segment(t, s, self.x.detach(), action.detach(), log_prob, mask, mean),)
+            self.segments += (self._segment(t, s, action.detach(), distribution),)
             self.x = action
         else:
             self.x = process.ode_step(self.x, t, s, self.clean)
+
+    @torch.no_grad()
+    def _segment(self, t: Tensor, s: Tensor, action: Tensor, distribution: StepDistribution) -> Segment:
+        """An action and its log-probability; without guidance if only rollouts are guided, as updates score."""
+        guidance, none = self.model.guidance, action.new_empty(0)
+        segment = Segment(t, s, self.x.detach(), action, log_prob=none, mask=none)
+        if guidance and guidance.rollouts_only and is_guided(guidance, t):
+            distribution = self.process.action_distribution(self.model, self.cond, segment)
+            self.network_calls += len(action) * self.model.unguided.forward_passes
+        log_prob = distribution.log_prob(action)
+        mean = distribution.mean.detach() if self.process.keeps_action_means else None
+        return replace(segment, log_prob=log_prob, mask=torch.ones_like(log_prob), mean=mean)
 
     @property
     def stochastic_until(self) -> float:

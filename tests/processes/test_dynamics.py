@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
 import torch
+import toys
 from torch import Tensor, nn
 
 from tastemaker.core.distributions import Distribution, expand_dims_like
-from tastemaker.core.policy import Backbone
+from tastemaker.core.policy import Backbone, Guidance
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Condition, Metadata, Prompts
 from tastemaker.processes.dynamics import (
@@ -242,6 +243,30 @@ def test_dynamics_on_unsupported_path_are_refused() -> None:
 def window_starts(window: SDEWindow, steps: int, num_training_steps: int) -> list[int]:
     rows = torch.arange(2)
     return [window.step_range(Randomness(0, step, rows), steps).start for step in range(num_training_steps)]
+
+
+@pytest.mark.parametrize(
+    ("guidance", "calls"),
+    [
+        (Guidance(3.0), 8),
+        (Guidance(3.0, rollouts_only=True), 8 + 3),  # three steps of four add noise
+        (Guidance(3.0, interval=(0.5, 1.0), rollouts_only=True), 7 + 3),
+    ],
+)
+def test_guided_samples_have_a_first_ratio_of_one(guidance: Guidance, calls: int) -> None:
+    process = GaussianProcess(RectifiedFlow(), FlowSDE(), 4).with_action_means()
+    policy = replace(toys.policy("flow", guidance=guidance), process=process)
+    cond = policy.embed(toys.PROMPTS)
+    with torch.no_grad():
+        rollout = policy.rollout(cond, Randomness(0, 0, torch.arange(4)))
+        segments = rollout.finish().segments
+    for segment in segments:
+        for gradient in (True, False):  # of the network that trains, and of its reference
+            with torch.set_grad_enabled(gradient):
+                distribution = policy.action_distribution(cond, segment)
+            assert distribution.log_prob(segment.action).equal(segment.log_prob)
+            assert distribution.mean.equal(segment.mean)
+    assert len(segments) == 3 and rollout.network_calls == 4 * calls
 
 
 def test_fixed_sde_window() -> None:
