@@ -25,6 +25,7 @@ MAX_RESTARTS = 3
 STOP_SECONDS, SHUTDOWN_SECONDS = 300, 240  # before the time limit; for a step and a checkpoint after the signal
 PORT = 29500
 BUCKET_MOUNT = "/runs"
+SHUTDOWN_VARIABLE = "PET_SHUTDOWN_TIMEOUT"  # torchrun's option of that name; a torchrun without it ignores the variable
 System = Literal["slurm", "k8s", "sky"]
 # Names of SkyPilot's accelerators.
 ACCELERATORS = {
@@ -135,10 +136,11 @@ requeue() {{
 trap requeue USR1
 trap 'stop; exit 130' TERM
 
+export {SHUTDOWN_VARIABLE}={SHUTDOWN_SECONDS}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node={job.gpus_per_node} --max-restarts={MAX_RESTARTS} \\
     --rdzv-backend=c10d --rdzv-endpoint="$first:{PORT}" --rdzv-id="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
-    --shutdown-timeout={SHUTDOWN_SECONDS} {job.train_command} &
+    {job.train_command} &
 run=$!
 wait "$run"
 """
@@ -156,7 +158,8 @@ def kubernetes_file(job: Job) -> str:
     container = {
         "name": "pytorch",  # the operator looks for this name
         "image": job.image,
-        "command": ["torchrun", f"--shutdown-timeout={SHUTDOWN_SECONDS}", *shlex.split(job.train_command)],
+        "command": ["torchrun", *shlex.split(job.train_command)],
+        "env": [{"name": SHUTDOWN_VARIABLE, "value": str(SHUTDOWN_SECONDS)}],
         "workingDir": "/work",
         "resources": {"limits": resources, "requests": dict(resources)},
         "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
@@ -200,10 +203,11 @@ def sky_file(job: Job) -> str:
         job = replace(job, settings=(*job.settings, f"output_dir={BUCKET_MOUNT}"))
     mounts = {BUCKET_MOUNT: {"name": job.bucket, "mode": "MOUNT"}}
     run = (
+        f"export {SHUTDOWN_VARIABLE}={SHUTDOWN_SECONDS}\n"
         'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
         'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node="$SKYPILOT_NUM_GPUS_PER_NODE" \\\n'
         f'  --max-restarts={MAX_RESTARTS} --rdzv-backend=c10d --rdzv-endpoint="$first:{PORT}" '
-        f"--rdzv-id={job.name} \\\n  --shutdown-timeout={SHUTDOWN_SECONDS} {job.train_command}\n"
+        f"--rdzv-id={job.name} \\\n  {job.train_command}\n"
     )
     return _render(
         {

@@ -119,7 +119,7 @@ def write_trace(run: Run, step: int, path: Path) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.engine.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         timed_step(run, step)
     profiler.export_chrome_trace(str(path))
 
