@@ -28,6 +28,8 @@ SETTINGS = (
     "tokens, reward without weights, text encoders lent to the GPU"
 )
 OVERRIDES = ("engine.precision=bf16", "engine.activation_memory=checkpoint", "batch.rollout_batch_size=1")
+# Whole frames of 720p need a mask of 20 GB in the decoder's attention.
+OWN_OVERRIDES = {"hunyuanvideo": ("model.decode_tile_size=256",)}
 FEW_STEPS = "process.num_steps=2"  # the peak does not depend on them, but the time that the plan takes
 
 
@@ -42,7 +44,7 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 is_gaussian = load_spec(name).process_type is GaussianProcess
-                overrides = [*OVERRIDES, *([FEW_STEPS] if is_gaussian else [])]
+                overrides = [*OVERRIDES, *OWN_OVERRIDES.get(name, ()), *([FEW_STEPS] if is_gaussian else [])]
                 config = load_config(name, Settings(), Path(folder), overrides)
                 estimate = estimate_resources(config)
             except Exception as error:

@@ -193,7 +193,7 @@ def run_hunyuan15(
     """The forward pass of HunyuanVideo 1.5 on text without padding: fake masks cannot select tokens."""
     text = net.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
     tokens = torch.cat([net.context_embedder_2(encoder_hidden_states_2), text], 1)
-    mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    mask = tokens[..., 0].bool()  # a fake one: attention makes a mask of all pairs of tokens of it
     x, temb, rotary = net.x_embedder(hidden_states), net.time_embed(timestep), net.rope(hidden_states)
     for block in net.transformer_blocks:
         x, tokens = block(x, tokens, temb, mask, rotary)
