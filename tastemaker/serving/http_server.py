@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from .app import RETRY_AFTER, DrainMiddleware, RewardService, create_app
+from .closing_server import ClosingServer
 from .limits import ServiceLimits
 
 BACKLOG = 2048  # connections that the operating system keeps until they are accepted
@@ -107,7 +108,7 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
 
-class RewardServer(uvicorn.Server):
+class RewardServer(ClosingServer):
     """Serves until the first SIGINT or SIGTERM, then finishes the requests in progress. A second signal kills it."""
 
     def __init__(self, service: RewardService) -> None:
@@ -148,11 +149,6 @@ class RewardServer(uvicorn.Server):
         self.should_exit = True
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if self.server_state.tasks:  # they were cancelled, and answer that the server was stopped
-            await asyncio.wait(self.server_state.tasks, timeout=1)
 
 
 def bind(host: str, port: int) -> socket.socket:

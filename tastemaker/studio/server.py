@@ -88,6 +88,7 @@ def prepare_server(options: StudioServerOptions) -> tuple[uvicorn.Server, socket
     try:
         import uvicorn
 
+        from ..serving.closing_server import ClosingServer
         from .app import StudioOptions, create_app
     except ImportError as error:
         raise ConfigError(
@@ -111,7 +112,7 @@ def prepare_server(options: StudioServerOptions) -> tuple[uvicorn.Server, socket
     address = f"http://{host}:{listener.getsockname()[1]}/"
     if token:
         address += f"?token={quote(token, safe='')}"
-    server = uvicorn.Server(config)
+    server = ClosingServer(config)
     app.state.studio.is_closing = lambda: server.should_exit
     return server, listener, address
 

@@ -20,6 +20,7 @@ from voting_pictures import PROMPTS, make_session, write_pictures
 
 from tastemaker.preferences.sessions import Session, load_session
 from tastemaker.preferences.votes import new_vote_id, read_votes
+from tastemaker.serving.closing_server import ClosingServer
 from tastemaker.studio import vote_pages
 from tastemaker.studio.app import StudioOptions, create_app
 
@@ -165,7 +166,7 @@ def test_prompts_and_names_are_shown_as_text(tmp_path: Path) -> None:
 @contextmanager
 def serve(runs: Path) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(StudioOptions(runs)), log_level="error", lifespan="off"))
+    server = ClosingServer(uvicorn.Config(create_app(StudioOptions(runs)), log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     while not server.started:
