@@ -54,7 +54,7 @@ COLUMNS = (
     *("sampling", "judging", "update", "serial", "overlapped", "hidden", "rollout serial", "rollout overlapped"),
     *("step serial", "step overlapped", "best possible rollout"),
 )
-CHECKS = ("rollout within", "step within", "equal weights", "serial repeats")
+CHECKS = ("rollout within", "step within", "equal weights", "serial repeats", "weights change")
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,11 @@ def measure_steps(run: Run, steps: int) -> tuple[float, float, list[Tensor]]:
         event = train_step(run, step).to_event()  # which waits for the GPU
         times.append(time.perf_counter() - start)
         updates.append(event.timings["time/update"])
-    weights = [p.detach().clone() for p in run.policy.weights.trainable().values()]
-    return statistics.median(times[1:]), statistics.median(updates[1:]), weights
+    return statistics.median(times[1:]), statistics.median(updates[1:]), trainable_weights(run)
+
+
+def trainable_weights(run: Run) -> list[Tensor]:
+    return [p.detach().clone() for p in run.policy.weights.trainable().values()]
 
 
 def build_run(config: RunConfig, judge: RewardSpec, overlap: Literal["auto", "always", "never"], folder: Path) -> Run:
@@ -187,6 +190,7 @@ def measure_section(name: str, config: RunConfig, options: argparse.Namespace, f
             config = with_num_steps(config, wanted)
             sampling = measure_sampling(build_run(config, SleepingJudge(), "never", folder), steps)
     times, updates, weights = {}, {}, {}
+    initial = trainable_weights(build_run(config, SleepingJudge(), "never", folder))
     for part, mode in (("timed", "never"), ("never", "never"), ("overlapped", overlapped)):
         run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
         scorer = run.rubric.rewards["judge"].reward
@@ -221,6 +225,7 @@ def measure_section(name: str, config: RunConfig, options: argparse.Namespace, f
         "step within": times["overlapped"] <= ALLOWED * longer,
         "equal weights": equal(weights["never"], weights["overlapped"]),
         "serial repeats": equal(weights["never"], weights["timed"]),
+        "weights change": not equal(weights["never"], initial),  # equal scores of all samples train nothing
     }
 
 

@@ -193,5 +193,6 @@ def test_overlap_is_measured_and_trains_the_same_weights(tmp_path: Path) -> None
     assert [result["section"] for result in results] == ["artificial", "hps", "vlm"], output
     for result in results:
         assert result["equal weights"] and result["serial repeats"] and result["best possible rollout"] == 1.25
+        assert result["weights change"]
         assert result["step overlapped"] > result["rollout overlapped"] > 0
         assert min(result[name] for name in ("sampling", "judging", "update", "serial", "overlapped")) > 0
