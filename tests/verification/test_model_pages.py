@@ -70,8 +70,6 @@ WITHOUT_MEMORY = {  # models and why their table has no memory
     **dict.fromkeys(("playground-causal", "playground-masked"), "small enough for any computer"),
     **dict.fromkeys(("playground-flow", "playground-flow16", "playground-epsilon"), "small enough for any computer"),
     **dict.fromkeys(("playground-edit", "playground-video", "playground-words"), "small enough for any computer"),
-    "hunyuanvideo": "its plan allocates 21 GB at this length",
-    "hunyuanvideo15": "its plan takes more than 11 GB and ten minutes of a busy CPU at this length",
 }
 
 
