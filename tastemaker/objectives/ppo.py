@@ -54,15 +54,15 @@ def rollout_precision_metrics(segments: tuple[Segment, ...], cap: float) -> dict
     Mean importance weight, share of tokens whose weight is truncated, and Schulman's estimate of
     KL(rollout || training precision) per token.
     """
-    found: dict[str, list[Tensor]] = {}
+    means: dict[str, list[Tensor]] = {}
     for segment in segments:
         ratio, weights = segment.precision_log_ratio, importance_weights(segment, cap)
         if ratio is None or weights is None:
             return {}
         values = {"importance_weight": weights, "truncated": (ratio.exp() > cap).float(), "kl": ratio.expm1() - ratio}
         for name, value in values.items():
-            found.setdefault(f"rollout/{name}", []).append(masked_mean(value, segment.mask))
-    return {name: torch.stack(values).mean(0) for name, values in found.items()}
+            means.setdefault(f"rollout/{name}", []).append(masked_mean(value, segment.mask))
+    return {name: torch.stack(values).mean(0) for name, values in means.items()}
 
 
 def k3_estimate(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:

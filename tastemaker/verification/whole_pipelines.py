@@ -120,7 +120,7 @@ def load_picture_processor(folder: Path) -> Mapping[str, Any]:
 
 
 def mark_image_tokens(pipeline: Any) -> None:
-    """Make Qwen2.5-VL rotate image tokens by row and column: transformers 5 must be told which tokens are images.
+    """Make Qwen2.5-VL rotate image tokens by row and column: transformers 5 needs the types of tokens.
 
     diffusers 0.42 leaves the argument out, so that images count like words, other than in training.
     """
