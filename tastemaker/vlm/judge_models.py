@@ -5,12 +5,13 @@ Each is one `nn.Module`, so that FSDP gathers its shards in one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from ..core.distributions import Categorical
 from ..core.model_spec import ModelSpec
@@ -21,6 +22,19 @@ from ..rewards.backbones.frozen_models import silence_transformers
 from .chat_model import ChatModel
 from .chat_processors import ChatInputs, ChatProcessor
 from .yes_no import IMAGE
+
+
+def _flatten_loss(loss: Loss) -> tuple[list[Any], int]:
+    return [loss.rows, loss.metrics], loss.steps
+
+
+def _unflatten_loss(values: Iterable[Any], steps: Any) -> Loss:
+    rows, metrics = values
+    return Loss(rows, metrics, steps)
+
+
+# Modules below return a Loss, and FSDP of PyTorch 2.11 finds the tensors of a module's output in pytrees only.
+register_pytree_node(Loss, _flatten_loss, _unflatten_loss)
 
 
 class ChatModelForFinetuning(nn.Module):
