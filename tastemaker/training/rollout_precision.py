@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import TrainingError
+from ..core.fused_lora import FusedLoraLinear
 from ..core.quantization import Kind, TokenNetwork, kind_of, quantize_rows
 from ..core.rollout_scope import ROLLOUTS
 from .low_precision_linear import QuantizedLinear, QuantizedRolloutLinear, RolloutKind, RolloutLinear
@@ -61,7 +62,7 @@ def rollout_layers(net: nn.Module, *, merge: bool = False) -> list[nn.Linear]:
     With `merge`, layers with adapters are left out: merged copies of these are made by `merged_rollouts`.
     """
     large = large_linear_layers(net)
-    merged = {getattr(layer, "base_layer", None) for layer in net.modules()} if merge else set()
+    merged = {layer.base_layer for layer in net.modules() if isinstance(layer, FusedLoraLinear)} if merge else set()
     frozen = [layer for layer in large if not layer.weight.requires_grad] or large
     return [layer for layer in frozen if layer not in merged]
 
