@@ -27,6 +27,7 @@ from .component_configs import ComponentConfigs
 from .deferred_loading import defer_weights, open_folder
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
+from .nets.parallel_group_norm import parallelize_group_norms
 from .pretrained import (
     PIPELINE_INDEX,
     WeightsSource,
@@ -261,6 +262,7 @@ class PipelineComponents:
         net = self._load_diffusers(component, network_class, self.placement.dtype, None)
         with silence_libraries():  # diffusers warns about modules to keep in float32, of which there are none
             net = (net if self.full_size else net.to(self.placement.device)).eval().requires_grad_(False)
+        parallelize_group_norms(net)
         if gradient_checkpointing:
             net.enable_gradient_checkpointing()
         return net
