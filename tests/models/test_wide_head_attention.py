@@ -35,6 +35,7 @@ def test_decoder_uses_it_for_wide_heads_only(monkeypatch: pytest.MonkeyPatch) ->
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     vae = AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, latent_channels=4, **blocks)
     vae.eval().requires_grad_(False)
+    vae.enable_gradient_checkpointing()
     latents, grads = torch.randn(1, 4, 5, 6), []
     for limit in (256, 8):  # heads have 16 channels
         monkeypatch.setattr(module, "MAX_FUSED_HEAD", limit)
@@ -42,8 +43,9 @@ def test_decoder_uses_it_for_wide_heads_only(monkeypatch: pytest.MonkeyPatch) ->
         leaf = latents.clone().requires_grad_()
         vae.decode(leaf).sample.square().mean().backward()
         grads.append(leaf.grad)
-    assert isinstance(vae.decoder.mid_block.attentions[0].processor, WideHeadProcessor) and calls == [1]
+    assert isinstance(vae.decoder.mid_block.attentions[0].processor, WideHeadProcessor)
+    assert calls == [1, 1]  # the second one when the decoder is recomputed
     torch.testing.assert_close(grads[0], grads[1])
     with torch.no_grad():
         vae.decode(latents)
-    assert calls == [1]
+    assert calls == [1, 1]

@@ -29,7 +29,8 @@ class _WideHeadAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out = (x.flatten(0, 1) for x in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # read once, because activation checkpointing computes them on the first access
+        q, k, v, out = (x.flatten(0, 1) for x in saved)
         grad = grads[0].to(q.dtype).flatten(0, 1)
         q_grad, k_grad, v_grad = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
         scale = q.shape[-1] ** -0.5
@@ -43,7 +44,7 @@ class _WideHeadAttention(torch.autograd.Function):
             k_grad += _product(scores_grad.mT, q[:, part])
             v_grad += _product(probability.to(q.dtype).mT, grad[:, part])
         results = (q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype))
-        first, second, third = (x.view_as(saved) for x, saved in zip(results, ctx.saved_tensors, strict=False))
+        first, second, third = (x.view_as(like) for x, like in zip(results, saved[:3], strict=True))
         return first, second, third
 
 
