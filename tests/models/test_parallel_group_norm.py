@@ -14,6 +14,7 @@ from tastemaker.models.nets import parallel_group_norm
 from tastemaker.models.nets.parallel_group_norm import ParallelGroupNorm, parallelize_group_norms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1")
 
 
@@ -26,10 +27,9 @@ def test_output_and_gradient_are_those_of_pytorch(shape: tuple[int, ...], groups
     from tastemaker.models.nets import parallel_group_norm_triton as kernels
 
     torch.manual_seed(0)
-    device = "cpu" if INTERPRETED else "cuda"
-    x = (2 * torch.randn(shape, device=device) + 30).to(dtype)  # a mean that squares of float32 would not survive
-    weight, bias = (torch.randn(shape[1], device=device).to(dtype) for _ in range(2))
-    grad = torch.randn(shape, device=device).to(dtype)
+    x = (2 * torch.randn(shape, device=DEVICE) + 30).to(dtype)  # a mean that squares of float32 would not survive
+    weight, bias = (torch.randn(shape[1], device=DEVICE).to(dtype) for _ in range(2))
+    grad = torch.randn(shape, device=DEVICE).to(dtype)
     exact = x.double().requires_grad_()
     expected = functional.group_norm(exact, groups, weight.double(), bias.double(), 1e-5)
     expected.backward(grad.double())
@@ -43,8 +43,8 @@ def test_output_and_gradient_are_those_of_pytorch(shape: tuple[int, ...], groups
 
 @KERNELS
 def test_module_passes_the_gradient_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU()).requires_grad_(False)
-    x = torch.randn(1, 3, 70, 70)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU()).requires_grad_(False).to(DEVICE)
+    x = torch.randn(1, 3, 70, 70, device=DEVICE)
     results = []
     for parallel in (False, True):
         if parallel:
