@@ -18,21 +18,19 @@ the update takes at most 1.15 - (n + 1) / n of the longer one: 0.07 of it with 1
 `serial` is the time of a step without overlap. Two networks that each fill the GPU cannot be faster together, whatever
 the schedule; `hidden` says which part of the shorter one of sampling and judging the overlap has saved.
 
-Other steps, which are not timed, compare weights to the bit: those of overlapped steps and those of two serial runs. On
-a GPU they use PyTorch's deterministic algorithms, because the backward pass of flash attention adds up in any order, so
-that not even two serial runs end with the same weights. Sections that would begin after --minutes are left out.
+Other steps, which are not timed, compare weights to the bit: those of overlapped steps and those of two serial runs.
+They use `engine.deterministic`, because on a GPU the backward pass of flash attention adds up in any order, so that not
+even two serial runs end with the same weights. Sections that would begin after --minutes are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -165,31 +163,21 @@ def measure_steps(run: Run, steps: int) -> tuple[float, float]:
 
 def compare_weights(config: RunConfig, judge: RewardSpec, overlapped: str, folder: Path, steps: int) -> dict[str, bool]:
     """Whether weights after overlapped steps equal those of serial steps, and those of serial steps each other's."""
+    config = replace(config, engine=replace(config.engine, deterministic=True))
     initial, weights = list[Tensor](), list[list[Tensor]]()
-    with deterministic_algorithms():
-        for mode in ("never", overlapped, "never"):
-            run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
-            initial = trainable_weights(run)
-            for step in range(steps):
-                train_step(run, step).to_event()
-            weights.append(trainable_weights(run))
-            del run
+    for mode in ("never", overlapped, "never"):
+        run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
+        initial = trainable_weights(run)
+        for step in range(steps):
+            train_step(run, step).to_event()
+        weights.append(trainable_weights(run))
+        del run
     serial, together, again = weights
     return {
         "equal weights": equal(serial, together),
         "serial repeats": equal(serial, again),
         "weights change": not equal(serial, initial),  # equal scores of all samples train nothing
     }
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Use kernels that give the same result every time; a warning names operations that have none."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def trainable_weights(run: Run) -> list[Tensor]:
@@ -280,7 +268,6 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options, start = parse_options(), time.monotonic()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which matrix products are not deterministic
     overrides = [f"engine.device={options.device}", f"batch.rollout_batch_size={options.batch_size}"]
     if options.device == "cuda":  # with `auto` the sampler uses other kernels if rewards score in threads
         overrides.append("engine.attention_backend=flash")
