@@ -52,6 +52,7 @@ from tastemaker.vlm.judge import VlmJudge
 JUDGES = ("artificial", "hps", "vlm")
 ALLOWED = 1.15  # of the longer one of sampling and judging
 MAX_SAMPLING_STEPS = 400
+MAX_COMPARED_PROMPTS = 40  # of the steps whose weights are compared
 COLUMNS = (
     *("sampling", "judging", "update", "serial", "overlapped", "hidden", "rollout serial", "rollout overlapped"),
     *("step serial", "step overlapped", "best possible rollout"),
@@ -163,7 +164,8 @@ def measure_steps(run: Run, steps: int) -> tuple[float, float]:
 
 def compare_weights(config: RunConfig, judge: RewardSpec, overlapped: str, folder: Path, steps: int) -> dict[str, bool]:
     """Whether weights after overlapped steps equal those of serial steps, and those of serial steps each other's."""
-    config = replace(config, engine=replace(config.engine, deterministic=True))
+    few = min(config.batch.prompts, MAX_COMPARED_PROMPTS)
+    config = replace(config, batch=replace(config.batch, prompts=few), engine=replace(config.engine, deterministic=True))
     initial, weights = list[Tensor](), list[list[Tensor]]()
     for mode in ("never", overlapped, "never"):
         run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
