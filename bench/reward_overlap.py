@@ -151,21 +151,38 @@ def measure_judging(run: Run, batches: int, batch_size: int, steps: int) -> floa
     return statistics.median([seconds(score) for _ in range(steps + 1)][1:])
 
 
-def measure_steps(run: Run, steps: int) -> tuple[float, float]:
-    """Median seconds of whole training steps and of their updates; the first warms up."""
-    times, updates = [], []
+@dataclass(frozen=True)
+class StepTimes:
+    """Median seconds of training steps, and those of the parts of the first one if its judge was timed."""
+
+    step: float
+    update: float
+    sampling: float | None = None
+    judging: float | None = None
+
+
+def measure_steps(run: Run, steps: int, *, timed: bool) -> StepTimes:
+    """Time training steps after one that warms up, in which the calls of the judge are `timed`."""
+    times, updates, judge = list[float](), list[float](), run.rubric.rewards["judge"].reward
     for step in range(steps + 1):
+        if isinstance(judge, TimedJudge):
+            judge.timing, judge.seconds = timed and step == 0, judge.seconds if step else 0.0
         start = time.perf_counter()
         event = train_step(run, step).to_event()  # which waits for the GPU
         times.append(time.perf_counter() - start)
         updates.append(event.timings["time/update"])
-    return statistics.median(times[1:]), statistics.median(updates[1:])
+    medians = statistics.median(times[1:]), statistics.median(updates[1:])
+    if not (timed and isinstance(judge, TimedJudge)):
+        return StepTimes(*medians)
+    return StepTimes(*medians, times[0] - updates[0] - judge.seconds, judge.seconds)
 
 
 def compare_weights(config: RunConfig, judge: RewardSpec, overlapped: str, folder: Path, steps: int) -> dict[str, bool]:
     """Whether weights after overlapped steps equal those of serial steps, and those of serial steps each other's."""
     few = min(config.batch.prompts, MAX_COMPARED_PROMPTS)
-    config = replace(config, batch=replace(config.batch, prompts=few), engine=replace(config.engine, deterministic=True))
+    config = replace(
+        config, batch=replace(config.batch, prompts=few), engine=replace(config.engine, deterministic=True)
+    )
     initial, weights = list[Tensor](), list[list[Tensor]]()
     for mode in ("never", overlapped, "never"):
         run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
@@ -212,18 +229,10 @@ def measure_section(name: str, config: RunConfig, options: argparse.Namespace, f
         if wanted > process.num_steps and not options.tiny:
             config = with_num_steps(config, wanted)
             sampling = measure_sampling(build_run(config, SleepingJudge(), "never", folder), steps)
-    times, updates = {}, {}
-    for part, mode in (("timed", "never"), ("never", "never"), ("overlapped", overlapped)):
-        run = build_run(config, judge, mode, folder)  # type: ignore[arg-type]
-        scorer = run.rubric.rewards["judge"].reward
-        if isinstance(scorer, TimedJudge):
-            scorer.timing, scorer.seconds = part == "timed", 0.0
-        times[part], updates[part] = measure_steps(run, steps)
-        if isinstance(scorer, TimedJudge) and part == "timed":
-            judging = scorer.seconds / (steps + 1)
-            sampling = times["timed"] - updates["timed"] - judging
-        del run
-    longer, update = max(sampling, judging), statistics.median(updates.values())
+    serial = measure_steps(build_run(config, judge, "never", folder), steps, timed=True)
+    together = measure_steps(build_run(config, judge, overlapped, folder), steps, timed=False)  # type: ignore[arg-type]
+    sampling, judging = serial.sampling or sampling, serial.judging or judging
+    longer, update = max(sampling, judging), (serial.update + together.update) / 2
     return {
         "section": name,
         "recipe": options.recipe,
@@ -235,16 +244,16 @@ def measure_section(name: str, config: RunConfig, options: argparse.Namespace, f
         "sampling": sampling,
         "judging": judging,
         "update": update,
-        "serial": times["never"],
-        "overlapped": times["overlapped"],
-        "hidden": (times["never"] - times["overlapped"]) / min(sampling, judging),
-        "rollout serial": (times["never"] - update) / longer,
-        "rollout overlapped": (times["overlapped"] - update) / longer,
-        "step serial": times["never"] / longer,
-        "step overlapped": times["overlapped"] / longer,
+        "serial": serial.step,
+        "overlapped": together.step,
+        "hidden": (serial.step - together.step) / min(sampling, judging),
+        "rollout serial": (serial.step - update) / longer,
+        "rollout overlapped": (together.step - update) / longer,
+        "step serial": serial.step / longer,
+        "step overlapped": together.step / longer,
         "best possible rollout": (options.batches + 1) / options.batches,
-        "rollout within": times["overlapped"] - update <= ALLOWED * longer,
-        "step within": times["overlapped"] <= ALLOWED * longer,
+        "rollout within": together.step - update <= ALLOWED * longer,
+        "step within": together.step <= ALLOWED * longer,
         **compare_weights(config, judge, overlapped, folder, steps),
     }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
+from diffusers.models import attention_processor
 
 from tastemaker.models.nets import wide_head_attention as module
 from tastemaker.models.nets.wide_head_attention import WideHeadProcessor, speed_up_wide_heads, wide_head_attention
@@ -29,7 +30,8 @@ def test_gradient_is_that_of_attention(
 
 
 def test_decoder_uses_it_for_wide_heads_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+    calls, warnings = list[int](), list[str]()
+    monkeypatch.setattr(attention_processor.logger, "warning", warnings.append)
     monkeypatch.setattr(module, "wide_head_attention", lambda *x: calls.append(1) or wide_head_attention(*x))
     torch.manual_seed(0)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
@@ -49,3 +51,4 @@ def test_decoder_uses_it_for_wide_heads_only(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         vae.decode(latents)
     assert calls == [1, 1]
+    assert warnings == []  # diffusers warns of arguments that the signature of a processor does not name
