@@ -40,7 +40,7 @@ class AestheticV25Reward(RewardSpec):
         range="1 to 10; good from 5.5",
         failure_modes="as `aesthetic`: its gradient points one way for every image, so textures with that embedding "
         "go beyond 10",
-        memory="1.7 GB, half of it in 16 bits; speed not measured",
+        memory="1.7 GB, half of it in 16 bits; 503 images/s on an H200",
         sources=(SIGLIP,),
         own_files=("your copy of aesthetic_predictor_v2_5.pth (2.6 MB, AGPL-3.0)",),
     )

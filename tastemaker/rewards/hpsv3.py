@@ -46,7 +46,7 @@ class Hpsv3Reward(PretrainedReward):
     card: ClassVar[RewardCard] = RewardCard(
         range="-2 to 15",
         failure_modes="glossy, detailed images; with reward gradients, oversaturation and high-frequency grain",
-        memory="16.6 GB in 16 bits; speed not measured",
+        memory="16.6 GB in 16 bits; 38 images/s on an H200",
         sources=(FILE, BASE_CONFIG, BASE_TOKENIZER, BASE_TOKENIZER_CONFIG),
     )
     differentiable: ClassVar[bool] = True

@@ -37,7 +37,7 @@ class DinoSimilarityReward(PretrainedReward):
     card: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
         failure_modes=COPYING,
-        memory="0.35 GB, half of it in 16 bits; speed not measured",
+        memory="0.35 GB, half of it in 16 bits; 186 images/s on an H200",
         sources=(DINO,),
     )
     differentiable: ClassVar[bool] = True

