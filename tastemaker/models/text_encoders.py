@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
 from ..core.types import Metadata, Placement, Prompts
 from ..data.embedding_store import EmbeddingsByPrompt, open_embedding_store
+from .lending import temporarily_on_device
 
 MAX_CACHED_PROMPTS = 1024  # one prompt of FLUX takes 4 MB of CPU memory
 ENCODE_BATCH_SIZE = 16  # prompts per call of the text encoders
@@ -24,19 +24,6 @@ ENCODE_BATCH_SIZE = 16  # prompts per call of the text encoders
 def disable_autocast(x: Tensor) -> torch.autocast:
     """Disable autocast on the device of `x`, so that a frozen network computes in its own dtype."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-@contextmanager
-def temporarily_on_device(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a frozen CPU network to a device for the duration of the block, without copying it back."""
-    cpu_data = {tensor: tensor.data for tensor in (*net.parameters(), *net.buffers()) if tensor.device != device}
-    try:
-        for tensor, data in cpu_data.items():
-            tensor.data = data.to(device)
-        yield
-    finally:
-        for tensor, data in cpu_data.items():
-            tensor.data = data
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,8 @@ class ByteTokenizer:
 class TextEncoder:
     """A frozen transformers text encoder with its tokenizer; prompts are truncated or padded to `max_length` tokens.
 
-    The network stays on the CPU and visits `device` for each call: beside a network in training there is seldom room.
+    The network stays on the CPU and visits `device` for each call, layer by layer: beside a network in training there
+    is seldom room.
     """
 
     net: Any

@@ -1,7 +1,7 @@
 """Attention with heads wider than fused kernels take, as in the decoders of image generators: one head of 512 channels.
 
 PyTorch's memory-efficient kernel is fast for such a head, but its gradient is not: 16 of the 119 ms that FLUX's
-decoder took with its gradient, at 720x720 on an H200. Here the gradient is computed with matrix products, some queries at a time.
+decoder took with its gradient, at 720x720 on an H200. Here it is computed with matrix products, some queries at a time.
 """
 
 from __future__ import annotations
