@@ -310,9 +310,9 @@ def test_8bit_product_multiplies_the_expanded_weight(kind: Kind, kernels: str, s
     numbers, scale = quantize_rows(weight * torch.logspace(-2, 2, 2 * height)[:, None], kind)
     exact = x.double() @ (numbers.double() * scale.double()).t()
     out, chosen = torch.empty(rows, 2 * height), available_kernels()[kernels]
-    chosen.linear_8bit(x, numbers, scale, out)
+    chosen.linear(x, numbers, out, scale=scale)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-6 * exact.abs().max().item())
-    if chosen.MAX_GATED_ROWS:
+    if chosen.MAX_LINEAR_ROWS:
         gated, (first, second) = torch.empty(rows, height), exact.chunk(2, 1)
         chosen.gated_linear(x, numbers, gated, scale=scale)
         expected = nn.functional.silu(first) * second

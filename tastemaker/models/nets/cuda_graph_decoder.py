@@ -40,12 +40,12 @@ class DecodeKernels(Protocol):
     """The operations of a decoding step between its matrix products; all write into given buffers."""
 
     MAX_SAMPLED_CODES: int  # largest codebook that `sample` takes
-    MAX_GATED_ROWS: int  # most rows for which `gated_linear` is faster than a product followed by `gate`
+    MAX_LINEAR_ROWS: int  # most rows for which `linear` and `gated_linear` are faster than `torch.mm`
 
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
     def gate(self, both: Tensor, out: Tensor) -> None: ...
     def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None: ...
-    def linear_8bit(self, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None: ...
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None: ...
     def attend(
         self,
         qkv: Tensor,
@@ -80,7 +80,7 @@ class TorchKernels:
     The position is a tensor on the device, so that a graph can be captured; attention therefore covers the whole cache.
     """
 
-    MAX_SAMPLED_CODES = MAX_GATED_ROWS = 0  # neither fusion is faster here
+    MAX_SAMPLED_CODES = MAX_LINEAR_ROWS = 0  # neither fusion is faster here
 
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
         """Add `delta` to the residual stream [R, D] and write its RMS norm."""
@@ -98,9 +98,10 @@ class TorchKernels:
             "gated_linear is not implemented for this kernel; use a matrix product and `gate` [TM478]"
         )
 
-    def linear_8bit(self, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
-        """x W^T of x [R, K], for W [M, K] of 8-bit numbers with a scale per row [M, 1]; sums are fp32."""
-        out.copy_((x.float() @ weight.float().t()) * scale.t())
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
+        """x W^T of x [R, K] and W [M, K]; with a scale per row of W [M, 1], its numbers have 8 bits. Sums are fp32."""
+        product = x.float() @ weight.float().t()
+        out.copy_(product if scale is None else product * scale.t())
 
     def attend(
         self,
@@ -222,7 +223,7 @@ class DecodeGraphRunner:
             kernels.attend(qkv, self.cache, i, self.prefix_mask, self.rotary_factors, self.position, mixed, heads)
             self._multiply(mixed, layer.wo, out)
             kernels.add_norm(h, out, layer.ffn_norm, normed, eps)
-            if len(h) <= kernels.MAX_GATED_ROWS:
+            if len(h) <= kernels.MAX_LINEAR_ROWS:
                 kernels.gated_linear(normed, layer.w13.weight, hidden, scale=layer.w13.scale)
             else:
                 self._multiply(normed, layer.w13, w13)
@@ -232,9 +233,9 @@ class DecodeGraphRunner:
         return self._multiply(normed, weights.output, logits)
 
     def _multiply(self, x: Tensor, matrix: DecodeMatrix, out: Tensor) -> Tensor:
-        if matrix.scale is None:
+        if matrix.scale is None and len(x) > self.kernels.MAX_LINEAR_ROWS:
             return torch.mm(x, matrix.weight.t(), out=out)
-        self.kernels.linear_8bit(x, matrix.weight, matrix.scale, out)
+        self.kernels.linear(x, matrix.weight, out, scale=matrix.scale)
         return out
 
     def _sample(self, logits: Tensor, guided: bool) -> None:

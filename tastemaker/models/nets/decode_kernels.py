@@ -1,11 +1,18 @@
-"""Triton kernels of a decoding step (norm, gate, 8-bit products, attention, sampling); usable inside CUDA graphs.
+"""Triton kernels of a decoding step (norm, products of few rows, attention, sampling); usable inside CUDA graphs.
 
 The module implements `cuda_graph_decoder.DecodeKernels`. Triton comes with PyTorch for GPUs.
+
+A step is a chain of short kernels. On Hopper and newer GPUs each of them is launched while the one before still runs
+(programmatic dependent launch): it starts to fetch its weights into the L2 cache, which no kernel of the chain writes,
+and waits for the end of the one before only then.
 """
 # mypy: ignore-errors
 # Kernels are not Python to a type checker: pointers are added to, and every number may be a tensor.
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -13,12 +20,62 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_SAMPLED_CODES = 32768  # largest codebook that one program samples from
-MAX_GATED_ROWS = 32  # most rows for which `gated_linear` is faster than a product and `gate`
+MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are faster than products by cuBLAS
 STAGES, TILE, WARPS = 3, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
+HOPPER = (9, 0)  # the first GPUs with programmatic dependent launch
+
+
+@cache
+def _has_early_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def _launch_options(x: Tensor) -> dict[str, Any]:
+    """Options of every kernel of a step: whether it is launched before the one before has ended."""
+    return {"EARLY": True, "launch_pdl": True} if _has_early_launch(x.device) else {"EARLY": False}
 
 
 @triton.jit
-def _add_norm(h, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+def _prefetch(start, size):
+    """Fetch bytes into the L2 cache, without waiting for them; both are multiples of 16."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [start.to(tl.int64), size.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _wait_for_last_kernel():
+    """Wait for the kernel before, of whose output nothing may be read earlier, and let the next one be launched."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch_rows(weight, first, count, height, width):
+    """Fetch some rows of a matrix of `height` rows, as many as there are."""
+    own = weight + first.to(tl.int64) * width
+    count = tl.minimum(height - first, count)
+    size = count * width * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    if (own.to(tl.int64) | size) % 16 == 0:
+        _prefetch(own, size)
+
+
+@triton.jit
+def _add_norm(h, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        _wait_for_last_kernel()
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     valid = at < width
@@ -40,12 +97,15 @@ def add_norm(h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: 
     block = triton.next_power_of_2(h.shape[1])
     warps = min(max(block // 512, 1), 16)
     _add_norm[(len(h),)](
-        h, h if delta is None else delta, weight, out, h.shape[1], eps, delta is not None, block, num_warps=warps
-    )
+        h, h if delta is None else delta, weight, out, h.shape[1], eps, delta is not None, block,
+        num_warps=warps, **_launch_options(h),
+    )  # fmt: skip
 
 
 @triton.jit
-def _gate(both, out, width, BLOCK: tl.constexpr):
+def _gate(both, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        _wait_for_last_kernel()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = at < width
@@ -57,17 +117,23 @@ def _gate(both, out, width, BLOCK: tl.constexpr):
 
 def gate(both: Tensor, out: Tensor) -> None:
     """silu(first half) * second half of [R, 2 F]."""
-    _gate[(len(out), triton.cdiv(out.shape[1], 1024))](both, out, out.shape[1], 1024, num_warps=4)
+    _gate[(len(out), triton.cdiv(out.shape[1], 1024))](
+        both, out, out.shape[1], 1024, num_warps=4, **_launch_options(both)
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_linear(
     x, weight, scale, out, rows, width, hidden,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if EARLY:
+        _prefetch_rows(weight, tl.program_id(0) * COLUMNS, COLUMNS, hidden, width)
+        _prefetch_rows(weight, hidden + tl.program_id(0) * COLUMNS, COLUMNS, 2 * hidden, width)
+        _wait_for_last_kernel()
     deep = tl.arange(0, DEEP)
     first, second = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     rounding: tl.constexpr = "ieee" if EXACT else "tf32"
@@ -106,17 +172,21 @@ def gated_linear(
     grid = triton.cdiv(out.shape[1], columns), triton.cdiv(len(x), rows)
     _gated_linear[grid](
         x, weight, weight if scale is None else scale, out, len(x), x.shape[1], out.shape[1],
-        rows, columns, deep, stages, exact, scale is not None, num_warps=4,
+        rows, columns, deep, stages, exact, scale is not None, num_warps=4, **_launch_options(x),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _linear_8bit(
+def _linear(
     x, weight, scale, out, rows, width, height,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if EARLY:
+        _prefetch_rows(weight, tl.program_id(0) * COLUMNS, COLUMNS, height, width)
+        _wait_for_last_kernel()
     deep = tl.arange(0, DEEP)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     rounding: tl.constexpr = "ieee" if EXACT else "tf32"
@@ -129,23 +199,28 @@ def _linear_8bit(
         numbers = tl.load(own, (column < height)[None, :] & valid[:, None], other=0.0)
         # 8-bit numbers become 16-bit ones without rounding.
         total = tl.dot(given, numbers.to(given.dtype), total, input_precision=rounding)
-    total *= tl.load(scale + column, column < height, other=0.0)[None, :]
+    if SCALED:
+        total *= tl.load(scale + column, column < height, other=0.0)[None, :]
     inside = (row < rows)[:, None] & (column < height)[None, :]
     tl.store(out + row[:, None] * height + column[None, :], total.to(out.dtype.element_ty), inside)
 
 
-def linear_8bit(
-    x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, columns: int = 0, deep: int = 0, stages: int = 4
-) -> None:
-    """x W^T of x [R, K], for W [M, K] of 8-bit numbers with a scale per row [M, 1]; sums are fp32."""
+def linear(
+    x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 0, stages: int = 4,
+    *, scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """x W^T of x [R, K] and W [M, K]; sums are fp32.
+
+    With a `scale` per row of the matrix [M, 1], its numbers have 8 bits.
+    """
     columns = columns or (16 if len(weight) <= 4096 else 32)  # enough programs for all multiprocessors
     rows = triton.next_power_of_2(max(min(len(x), 128), 16))
     deep = deep or (256 if rows <= 32 else 128)  # enough bytes on their way, in the shared memory that there is
     stages = stages if rows <= 64 else min(stages, 2)
     grid = triton.cdiv(len(weight), columns), triton.cdiv(len(x), rows)
-    _linear_8bit[grid](
-        x, weight, scale, out, len(x), x.shape[1], len(weight),
-        rows, columns, deep, stages, x.dtype == torch.float32, num_warps=4,
+    _linear[grid](
+        x, weight, weight if scale is None else scale, out, len(x), x.shape[1], len(weight),
+        rows, columns, deep, stages, x.dtype == torch.float32, scale is not None, num_warps=4, **_launch_options(x),
     )  # fmt: skip
 
 
@@ -170,22 +245,27 @@ def _attend(
     qkv, cache, prefix_mask, factors, position, out,
     layer, cache_rows, room, positions, prefix, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, HEAD: tl.constexpr, STRIDE: tl.constexpr, MASKED: tl.constexpr,
-    AT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    AT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = HEADS // KV
     own = head // group
-    now = tl.load(position)
+    now = tl.load(position)  # which the step before has written
     at = tl.arange(0, AT)
     valid = at < HEAD
+    keys = cache + (layer * 2 * cache_rows + row * KV + own) * room * STRIDE
+    values = keys + cache_rows.to(tl.int64) * room * STRIDE
+    if EARLY:
+        size = now * (STRIDE * (cache.dtype.element_ty.primitive_bitwidth // 8))
+        _prefetch(keys, size)
+        _prefetch(values, size)
+        _wait_for_last_kernel()
     cosine = tl.load(factors + now * HEAD + at, valid, other=0.0)
     sine = tl.load(factors + (positions + now) * HEAD + at, valid, other=0.0)
     start = qkv + row * ((HEADS + 2 * KV) * HEAD)
     q = _rotate(start, head * HEAD, cosine, sine, at, valid)
     k = _rotate(start, (HEADS + own) * HEAD, cosine, sine, at, valid)
     v = tl.load(start + (HEADS + KV + own) * HEAD + at, valid, other=0.0)
-    keys = cache + (layer * 2 * cache_rows + row * KV + own) * room * STRIDE
-    values = keys + cache_rows.to(tl.int64) * room * STRIDE
     if head % group == 0:
         tl.store(keys + now * STRIDE + at, k.to(cache.dtype.element_ty), at < STRIDE)
         tl.store(values + now * STRIDE + at, v.to(cache.dtype.element_ty), at < STRIDE)
@@ -231,7 +311,8 @@ def attend(
     _attend[(len(qkv), heads)](
         qkv, cache, qkv if prefix_mask is None else prefix_mask, factors, position, out,
         layer, cache_rows * kv, room, factors.shape[1], 0 if prefix_mask is None else prefix_mask.shape[1], head**-0.5,
-        heads, kv, head, stride, prefix_mask is not None, wide, max(TILE // wide, 16), STAGES, num_warps=WARPS,
+        heads, kv, head, stride, prefix_mask is not None, wide, max(TILE // wide, 16), STAGES,
+        num_warps=WARPS, **_launch_options(qkv),
     )  # fmt: skip
 
 
@@ -240,7 +321,10 @@ def _sample(
     logits, uniform, ids, log_prob, last, position,
     rows, codes, length, prefix, scale, temperature,
     TOP: tl.constexpr, GUIDED: tl.constexpr, RESCALE: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        _wait_for_last_kernel()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     valid = at < codes
@@ -290,5 +374,6 @@ def sample(
     _sample[(rows,)](
         logits, uniform, ids, log_prob, last, position,
         rows, codes, length, prefix, 1.0 if scale is None else scale, temperature,
-        top, scale is not None, rescale, len(last) > rows, block, num_warps=min(max(block // 512, 1), 32),
+        top, scale is not None, rescale, len(last) > rows, block,
+        num_warps=min(max(block // 512, 1), 32), **_launch_options(logits),
     )  # fmt: skip
