@@ -2,9 +2,12 @@
 
 The module implements `cuda_graph_decoder.DecodeKernels`. Triton comes with PyTorch for GPUs.
 
-A step is a chain of short kernels. On Hopper and newer GPUs each of them is launched while the one before still runs
-(programmatic dependent launch): it starts to fetch its weights into the L2 cache, which no kernel of the chain writes,
-and waits for the end of the one before only then.
+A step is a chain of short kernels. On Hopper and newer GPUs each of them can be launched while the one before still
+runs (programmatic dependent launch): it loads its first weights, or the first keys and values of earlier positions,
+which no other kernel of the chain writes, and waits for the end of the one before only then.
+
+For few rows, norms have no kernels. The product that adds to the residual stream also writes sums of squares of its
+channels, and the next product normalizes its input while it loads it.
 """
 # mypy: ignore-errors
 # Kernels are not Python to a type checker: pointers are added to, and every number may be a tensor.
@@ -19,20 +22,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_weights import SQUARES_GROUP, InputNorm
+
 MAX_SAMPLED_CODES = 32768  # largest codebook that one program samples from
 MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are faster than products by cuBLAS
-STAGES, TILE, WARPS = 3, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
+MAX_FUSED_ROWS = 32  # most rows for which norms are part of products
+STAGES, TILE, WARPS = 2, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
+CACHE_AHEAD = True  # whether attention loads its first tile of keys and values before queries are ready
+WEIGHTS_AHEAD = 256  # numbers of each row of a matrix that a product loads before its input is ready
+EARLY_LAUNCH = True  # whether kernels are launched before the ones before have ended
+PREFETCH_BYTES = 2**23  # of the largest matrix that is fetched into the L2 cache before the input of its product is ready
+CACHE_PREFETCH_BYTES = 0  # of the largest KV cache of a layer that is fetched into the L2 cache early
 HOPPER = (9, 0)  # the first GPUs with programmatic dependent launch
+GROUP = tl.constexpr(SQUARES_GROUP)
 
 
 @cache
-def _has_early_launch(device: torch.device) -> bool:
+def _can_launch_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
 
 
 def _launch_options(x: Tensor) -> dict[str, Any]:
     """Options of every kernel of a step: whether it is launched before the one before has ended."""
-    return {"EARLY": True, "launch_pdl": True} if _has_early_launch(x.device) else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if EARLY_LAUNCH and _can_launch_early(x.device) else {"EARLY": False}
 
 
 @triton.jit
@@ -70,6 +82,31 @@ def _prefetch_rows(weight, first, count, height, width):
     size = count * width * (weight.dtype.element_ty.primitive_bitwidth // 8)
     if (own.to(tl.int64) | size) % 16 == 0:
         _prefetch(own, size)
+
+
+@triton.jit
+def _embed(embeddings, ids, position, h, squares, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at, group = tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
+    x = tl.load(embeddings + tl.load(ids + row) * width + at, at < width, other=0.0)
+    tl.store(h + row * width + at, x, at < width)
+    exact = x.to(tl.float32)
+    count = tl.cdiv(width, GROUP)
+    sums = tl.sum(tl.reshape(exact * exact, [BLOCK // GROUP, GROUP]), 1)
+    tl.store(squares + row * count + group, sums, group < count)
+    if row == 0:
+        tl.store(position, tl.load(position) + 1)
+
+
+def embed(embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None:
+    """Write the embeddings of the ids [R] and the sums of their squares [R, D / 16], and advance the position."""
+    block = max(triton.next_power_of_2(h.shape[1]), SQUARES_GROUP)
+    options = _launch_options(h) | {"launch_pdl": False}  # the first kernel of a step starts after the step before
+    _embed[(len(h),)](
+        embeddings, ids, position, h, squares, h.shape[1], block, num_warps=min(max(block // 512, 1), 16), **options
+    )
 
 
 @triton.jit
@@ -122,106 +159,219 @@ def gate(both: Tensor, out: Tensor) -> None:
     )
 
 
+@triton.jit
+def _load_inputs(x, row, rows, at, width):
+    """Some columns [R, K] of a matrix of inputs."""
+    inside = (row < rows)[:, None] & (at < width)[None, :]
+    return tl.load(x + row[:, None] * width + at[None, :], inside, other=0.0)
+
+
+@triton.jit
+def _load_weights(weight, column, height, at, width):
+    """Some numbers [K, M] of some rows of a matrix of weights, transposed."""
+    inside = (column < height)[None, :] & (at < width)[:, None]
+    return tl.load(weight + column[None, :].to(tl.int64) * width + at[:, None], inside, other=0.0)
+
+
+@triton.jit
+def _rms_scales(squares, row, rows, width, eps, GROUPS: tl.constexpr):
+    """1 / RMS of some rows, from the sums of squares of their groups of channels."""
+    count, group = tl.cdiv(width, GROUP), tl.arange(0, GROUPS)
+    sums = _load_inputs(squares, row, rows, group, count)
+    return 1 / tl.sqrt_rn(tl.sum(sums, 1) / width + eps)
+
+
+@triton.jit
+def _normalize(x, scales, norm, out: tl.constexpr):
+    """Rows times their scales and the norm's weight, rounded where the network rounds."""
+    rounded = (x.to(tl.float32) * scales[:, None]).to(x.dtype).to(tl.float32)
+    return (rounded * norm.to(tl.float32)[None, :]).to(out)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gated_linear(
-    x, weight, scale, out, rows, width, hidden,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    SCALED: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, scale, out, norm, squares, rows, width, hidden, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    if EARLY:
+    other = weight + hidden.to(tl.int64) * width
+    kind: tl.constexpr = out.dtype.element_ty
+    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
+    if PREFETCH:
         _prefetch_rows(weight, tl.program_id(0) * COLUMNS, COLUMNS, hidden, width)
-        _prefetch_rows(weight, hidden + tl.program_id(0) * COLUMNS, COLUMNS, 2 * hidden, width)
+        _prefetch_rows(other, tl.program_id(0) * COLUMNS, COLUMNS, hidden, width)
+    if AHEAD > 0:
+        ahead = tl.arange(0, AHEAD)
+        first_weights = _load_weights(weight, column, hidden, ahead, width)
+        second_weights = _load_weights(other, column, hidden, ahead, width)
+        if GROUPS > 0:
+            ahead_norm = tl.load(norm + ahead, ahead < width, other=0.0)
+    if EARLY:
         _wait_for_last_kernel()
+    if AHEAD > 0:
+        ahead_given = _load_inputs(x, row, rows, ahead, width)
+    if GROUPS > 0:
+        scales = _rms_scales(squares, row, rows, width, eps, GROUPS)
     deep = tl.arange(0, DEEP)
     first, second = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
-    for at in tl.range(0, width, DEEP, num_stages=STAGES):
-        valid = (at + deep) < width
-        given = tl.load(
-            x + row[:, None] * width + at + deep[None, :], (row < rows)[:, None] & valid[None, :], other=0.0
-        )
-        own = weight + column[None, :].to(tl.int64) * width + at + deep[:, None]
-        inside = (column < hidden)[None, :] & valid[:, None]
+    for at in tl.range(AHEAD, width, DEEP, num_stages=STAGES):
+        given = _load_inputs(x, row, rows, at + deep, width)
+        if GROUPS > 0:
+            given = _normalize(given, scales, tl.load(norm + at + deep, at + deep < width, other=0.0), kind)
         # 8-bit numbers become 16-bit ones without rounding.
-        first = tl.dot(given, tl.load(own, inside, other=0.0).to(given.dtype), first, input_precision=rounding)
-        own += hidden.to(tl.int64) * width
-        second = tl.dot(given, tl.load(own, inside, other=0.0).to(given.dtype), second, input_precision=rounding)
+        numbers = _load_weights(weight, column, hidden, at + deep, width).to(kind)
+        first = tl.dot(given, numbers, first, input_precision=rounding)
+        numbers = _load_weights(other, column, hidden, at + deep, width).to(kind)
+        second = tl.dot(given, numbers, second, input_precision=rounding)
+    if AHEAD > 0:
+        if GROUPS > 0:
+            ahead_given = _normalize(ahead_given, scales, ahead_norm, kind)
+        first = tl.dot(ahead_given, first_weights.to(kind), first, input_precision=rounding)
+        second = tl.dot(ahead_given, second_weights.to(kind), second, input_precision=rounding)
     if SCALED:
         first *= tl.load(scale + column, column < hidden, other=0.0)[None, :]
         second *= tl.load(scale + hidden + column, column < hidden, other=0.0)[None, :]
     # Rounds where the products and the gate of the network round.
-    first = first.to(out.dtype.element_ty).to(tl.float32)
-    gate = (first / (1 + tl.exp(-first))).to(out.dtype.element_ty).to(tl.float32)
-    result = gate * second.to(out.dtype.element_ty).to(tl.float32)
+    first = first.to(kind).to(tl.float32)
+    gate = (first / (1 + tl.exp(-first))).to(kind).to(tl.float32)
+    result = gate * second.to(kind).to(tl.float32)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
-    tl.store(out + row[:, None] * hidden + column[None, :], result.to(out.dtype.element_ty), inside)
+    tl.store(out + row[:, None] * hidden + column[None, :], result.to(kind), inside)
 
 
 def gated_linear(
-    x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 128, stages: int = 4,
-    *, scale: Tensor | None = None,
+    x: Tensor, weight: Tensor, out: Tensor, columns: int = 32, deep: int = 128, stages: int = 3, warps: int = 4,
+    *, scale: Tensor | None = None, norm: InputNorm | None = None,
 ) -> None:  # fmt: skip
     """silu(x w1) * (x w3) of x [R, D], with w1 above w3 in one matrix [2 F, D]; for few rows.
 
-    With a `scale` per row of the matrix [2 F, 1], its numbers have 8 bits.
+    With a `scale` per row of the matrix [2 F, 1], its numbers have 8 bits. With a `norm`, x is normalized first.
     """
-    columns = columns or (16 if out.shape[1] <= 4096 else 32)  # enough programs for all multiprocessors
-    rows, exact = triton.next_power_of_2(max(min(len(x), 64), 16)), x.dtype == torch.float32
+    rows = triton.next_power_of_2(max(min(len(x), 64), 16))
     grid = triton.cdiv(out.shape[1], columns), triton.cdiv(len(x), rows)
     _gated_linear[grid](
-        x, weight, weight if scale is None else scale, out, len(x), x.shape[1], out.shape[1],
-        rows, columns, deep, stages, exact, scale is not None, num_warps=4, **_launch_options(x),
+        x, weight, *_operands(weight, out, scale, norm), len(x), x.shape[1], out.shape[1], norm.eps if norm else 0.0,
+        rows, columns, deep, stages, _ahead(x, rows) // 2, out.dtype == torch.float32, scale is not None,
+        _groups(norm), num_warps=warps, **_weight_options(x, weight),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x, weight, scale, out, rows, width, height,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    SCALED: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, scale, out, norm, squares, rows, width, height, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, ADDS: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    if EARLY:
+    own = out + row[:, None] * height + column[None, :]
+    inside = (row < rows)[:, None] & (column < height)[None, :]
+    kind: tl.constexpr = x.dtype.element_ty if ADDS else out.dtype.element_ty  # of the product
+    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
+    if PREFETCH:
         _prefetch_rows(weight, tl.program_id(0) * COLUMNS, COLUMNS, height, width)
+    if AHEAD > 0:
+        ahead = tl.arange(0, AHEAD)
+        ahead_weights = _load_weights(weight, column, height, ahead, width)
+        if GROUPS > 0:
+            ahead_norm = tl.load(norm + ahead, ahead < width, other=0.0)
+    if EARLY:
         _wait_for_last_kernel()
+    if AHEAD > 0:
+        ahead_given = _load_inputs(x, row, rows, ahead, width)
+    if ADDS:
+        residual = tl.load(own, inside, other=0.0)
+    if GROUPS > 0:
+        scales = _rms_scales(squares, row, rows, width, eps, GROUPS)
     deep = tl.arange(0, DEEP)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
-    for at in tl.range(0, width, DEEP, num_stages=STAGES):
-        valid = (at + deep) < width
-        given = tl.load(
-            x + row[:, None] * width + at + deep[None, :], (row < rows)[:, None] & valid[None, :], other=0.0
-        )
-        own = weight + column[None, :].to(tl.int64) * width + at + deep[:, None]
-        numbers = tl.load(own, (column < height)[None, :] & valid[:, None], other=0.0)
+    for at in tl.range(AHEAD, width, DEEP, num_stages=STAGES):
+        given = _load_inputs(x, row, rows, at + deep, width)
+        if GROUPS > 0:
+            given = _normalize(given, scales, tl.load(norm + at + deep, at + deep < width, other=0.0), kind)
         # 8-bit numbers become 16-bit ones without rounding.
-        total = tl.dot(given, numbers.to(given.dtype), total, input_precision=rounding)
+        numbers = _load_weights(weight, column, height, at + deep, width).to(kind)
+        total = tl.dot(given, numbers, total, input_precision=rounding)
+    if AHEAD > 0:
+        if GROUPS > 0:
+            ahead_given = _normalize(ahead_given, scales, ahead_norm, kind)
+        total = tl.dot(ahead_given, ahead_weights.to(kind), total, input_precision=rounding)
     if SCALED:
         total *= tl.load(scale + column, column < height, other=0.0)[None, :]
-    inside = (row < rows)[:, None] & (column < height)[None, :]
-    tl.store(out + row[:, None] * height + column[None, :], total.to(out.dtype.element_ty), inside)
+    result = total.to(kind)
+    if ADDS:
+        result = (residual.to(tl.float32) + result.to(tl.float32)).to(residual.dtype)
+        exact = result.to(tl.float32)
+        sums = tl.sum(tl.reshape(exact * exact, [ROWS, COLUMNS // GROUP, GROUP]), 2)
+        group, count = tl.program_id(0) * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP), tl.cdiv(height, GROUP)
+        known = (row < rows)[:, None] & (group < count)[None, :]
+        tl.store(squares + row[:, None] * count + group[None, :], sums, known)
+    tl.store(own, result, inside)
 
 
 def linear(
-    x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 0, stages: int = 4,
-    *, scale: Tensor | None = None,
+    x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 0, stages: int = 4, warps: int = 4,
+    *, scale: Tensor | None = None, norm: InputNorm | None = None,
 ) -> None:  # fmt: skip
     """x W^T of x [R, K] and W [M, K]; sums are fp32.
 
-    With a `scale` per row of the matrix [M, 1], its numbers have 8 bits.
+    With a `scale` per row of the matrix [M, 1], its numbers have 8 bits. With a `norm`, x is normalized first.
     """
     columns = columns or (16 if len(weight) <= 4096 else 32)  # enough programs for all multiprocessors
+    _launch_linear(x, weight, out, (columns, deep, stages, warps), scale, norm, None)
+
+
+def add_linear(
+    x: Tensor, weight: Tensor, h: Tensor, squares: Tensor, columns: int = 16, deep: int = 0, stages: int = 4,
+    warps: int = 4, *, scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add x W^T to the residual stream [R, D], and write the sums of squares of its groups of channels [R, D / 16]."""
+    _launch_linear(x, weight, h, (max(columns, SQUARES_GROUP), deep, stages, warps), scale, None, squares)
+
+
+def _launch_linear(
+    x: Tensor, weight: Tensor, out: Tensor, tiling: tuple[int, int, int, int],
+    scale: Tensor | None, norm: InputNorm | None, squares: Tensor | None,
+) -> None:  # fmt: skip
+    columns, deep, stages, warps = tiling
     rows = triton.next_power_of_2(max(min(len(x), 128), 16))
     deep = deep or (256 if rows <= 32 else 128)  # enough bytes on their way, in the shared memory that there is
     stages = stages if rows <= 64 else min(stages, 2)
+    exact = (out if squares is None else x).dtype == torch.float32
     grid = triton.cdiv(len(weight), columns), triton.cdiv(len(x), rows)
     _linear[grid](
-        x, weight, weight if scale is None else scale, out, len(x), x.shape[1], len(weight),
-        rows, columns, deep, stages, x.dtype == torch.float32, scale is not None, num_warps=4, **_launch_options(x),
+        x, weight, *_operands(weight, out, scale, norm, squares), len(x), x.shape[1], len(weight),
+        norm.eps if norm else 0.0, rows, columns, deep, stages, _ahead(x, rows), exact, scale is not None,
+        _groups(norm), squares is not None, num_warps=warps, **_weight_options(x, weight),
     )  # fmt: skip
+
+
+def _operands(
+    weight: Tensor, out: Tensor, scale: Tensor | None, norm: InputNorm | None, squares: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Scale, output, norm and sums of squares of a product; where there is none, another tensor, which is not read."""
+    scale = weight if scale is None else scale
+    if norm is not None:
+        return scale, out, norm.weight, norm.squares
+    return scale, out, weight, weight if squares is None else squares
+
+
+def _ahead(x: Tensor, rows: int) -> int:
+    """Numbers of each row of a matrix that are loaded before the input is ready; none for many rows."""
+    return WEIGHTS_AHEAD if rows <= 32 else 0
+
+
+def _groups(norm: InputNorm | None) -> int:
+    """The number of sums of squares of a row, as a power of 2; 0 if the input is not normalized."""
+    return 0 if norm is None else triton.next_power_of_2(norm.squares.shape[1])
+
+
+def _weight_options(x: Tensor, weight: Tensor) -> dict[str, Any]:
+    options = _launch_options(x)
+    return options | {"PREFETCH": options["EARLY"] and weight.nbytes <= PREFETCH_BYTES}
 
 
 @triton.jit
@@ -237,7 +387,16 @@ def _online_softmax(maximum, total, mixed, score, value):
     """Add one score and value to the running softmax of every slot."""
     new_maximum = tl.maximum(maximum, score)
     decay, weight = tl.exp(maximum - new_maximum), tl.exp(score - new_maximum)
-    return new_maximum, total * decay + weight, mixed * decay[:, None] + weight[:, None] * value
+    return new_maximum, total * decay + weight, mixed * decay[:, None] + weight[:, None] * value.to(tl.float32)
+
+
+@triton.jit
+def _score(key, q, scale, read, now, prefix_mask, prefix, MASKED: tl.constexpr):
+    """Scores of some positions, -inf for those that are not attended to."""
+    seen = read < now
+    if MASKED:
+        seen = seen & (tl.load(prefix_mask + read, read < prefix, other=1) != 0)
+    return tl.where(seen, tl.sum(key.to(tl.float32) * q[None, :], 1) * scale, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["layer", "cache_rows"])
@@ -245,48 +404,56 @@ def _attend(
     qkv, cache, prefix_mask, factors, position, out,
     layer, cache_rows, room, positions, prefix, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, HEAD: tl.constexpr, STRIDE: tl.constexpr, MASKED: tl.constexpr,
-    AT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    AT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = HEADS // KV
     own = head // group
-    now = tl.load(position)  # which the step before has written
-    at = tl.arange(0, AT)
+    # `embed` has written it, and has ended before the kernel before this one could pass its wait.
+    now = tl.load(position, cache_modifier=".cg")
+    at, slot = tl.arange(0, AT), tl.arange(0, BLOCK)
     valid = at < HEAD
     keys = cache + (layer * 2 * cache_rows + row * KV + own) * room * STRIDE
     values = keys + cache_rows.to(tl.int64) * room * STRIDE
-    if EARLY:
+    prefix_mask += row * prefix
+    if PREFETCH:
         size = now * (STRIDE * (cache.dtype.element_ty.primitive_bitwidth // 8))
         _prefetch(keys, size)
         _prefetch(values, size)
+    inside = (slot < now)[:, None] & (at < STRIDE)[None, :]
+    tile = slot[:, None] * STRIDE + at[None, :]
+    if AHEAD > 0:  # steps before have written them
+        first_keys, first_values = tl.load(keys + tile, inside, other=0.0), tl.load(values + tile, inside, other=0.0)
+    if EARLY:
         _wait_for_last_kernel()
     cosine = tl.load(factors + now * HEAD + at, valid, other=0.0)
     sine = tl.load(factors + (positions + now) * HEAD + at, valid, other=0.0)
     start = qkv + row * ((HEADS + 2 * KV) * HEAD)
+    v = tl.load(start + (HEADS + KV + own) * HEAD + at, valid, other=0.0)
     q = _rotate(start, head * HEAD, cosine, sine, at, valid)
     k = _rotate(start, (HEADS + own) * HEAD, cosine, sine, at, valid)
-    v = tl.load(start + (HEADS + KV + own) * HEAD + at, valid, other=0.0)
+    # Every slot of a tile keeps its own running softmax, so that warps do not wait for each other in the loop.
+    maximum = tl.full([BLOCK], -1e30, tl.float32)  # finite, because a slot may see nothing
+    total, mixed = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, AT], tl.float32)
+    for first in tl.range(AHEAD, now, BLOCK, num_stages=STAGES):
+        read = first + slot
+        inside = (read < now)[:, None] & (at < STRIDE)[None, :]
+        key = tl.load(keys + first * STRIDE + tile, inside, other=0.0)
+        value = tl.load(values + first * STRIDE + tile, inside, other=0.0)
+        score = _score(key, q, scale, read, now, prefix_mask, prefix, MASKED)
+        maximum, total, mixed = _online_softmax(maximum, total, mixed, score, value)
+    if AHEAD > 0:
+        score = _score(first_keys, q, scale, slot, now, prefix_mask, prefix, MASKED)
+        maximum, total, mixed = _online_softmax(maximum, total, mixed, score, first_values)
     if head % group == 0:
         tl.store(keys + now * STRIDE + at, k.to(cache.dtype.element_ty), at < STRIDE)
         tl.store(values + now * STRIDE + at, v.to(cache.dtype.element_ty), at < STRIDE)
-    # Every slot of a tile keeps its own running softmax, so that warps do not wait for each other in the loop.
-    slot = tl.arange(0, BLOCK)
-    maximum = tl.zeros([BLOCK], tl.float32) + tl.sum(q * k) * scale
-    total = tl.where(slot == 0, 1.0, 0.0)
-    mixed = tl.where(slot[:, None] == 0, v.to(tl.float32)[None, :], 0.0)
-    for first in tl.range(0, now, BLOCK, num_stages=STAGES):
-        read = first + slot
-        inside = (read < now)[:, None] & (at < STRIDE)[None, :]
-        past = tl.load(keys + read[:, None] * STRIDE + at[None, :], inside, other=0.0)
-        value = tl.load(values + read[:, None] * STRIDE + at[None, :], inside, other=0.0)
-        score = tl.sum(past.to(tl.float32) * q[None, :], 1) * scale
-        seen = read < now
-        if MASKED:
-            seen = seen & (tl.load(prefix_mask + row * prefix + read, read < prefix, other=1) != 0)
-        score = tl.where(seen, score, float("-inf"))
-        maximum, total, mixed = _online_softmax(maximum, total, mixed, score, value.to(tl.float32))
-    decay = tl.exp(maximum - tl.max(maximum))
-    result = tl.sum(mixed * decay[:, None], 0) / tl.sum(total * decay)
+    score = tl.sum(q * k) * scale  # of the new position
+    largest = tl.maximum(tl.max(maximum), score)
+    decay, weight = tl.exp(maximum - largest), tl.exp(score - largest)
+    result = tl.sum(mixed * decay[:, None], 0) + weight * v.to(tl.float32)
+    result = result / (tl.sum(total * decay) + weight)
     tl.store(out + (row * HEADS + head) * HEAD + at, result.to(out.dtype.element_ty), valid)
 
 
@@ -307,13 +474,61 @@ def attend(
     _, _, cache_rows, kv, room, stride = cache.shape
     head = qkv.shape[1] // (heads + 2 * kv)
     wide = triton.next_power_of_2(stride)
+    block = max(TILE // wide, 16)
+    options = _launch_options(qkv)
+    options["PREFETCH"] = options["EARLY"] and cache[0].nbytes <= CACHE_PREFETCH_BYTES
     # With TILE and WARPS as above, a thread holds 32 elements of the keys, of the values and of the sums.
     _attend[(len(qkv), heads)](
         qkv, cache, qkv if prefix_mask is None else prefix_mask, factors, position, out,
         layer, cache_rows * kv, room, factors.shape[1], 0 if prefix_mask is None else prefix_mask.shape[1], head**-0.5,
-        heads, kv, head, stride, prefix_mask is not None, wide, max(TILE // wide, 16), STAGES,
-        num_warps=WARPS, **_launch_options(qkv),
+        heads, kv, head, stride, prefix_mask is not None, wide, block, STAGES, block if CACHE_AHEAD else 0,
+        num_warps=WARPS, **options,
     )  # fmt: skip
+
+
+@triton.jit
+def _order(x):
+    """Unsigned integers of the same order as the numbers."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _from_order(order):
+    """The numbers of which `_order` made the integers."""
+    bits = tl.where(order >> 31 != 0, order ^ 0x80000000, order ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fourth_root(count):
+    return tl.sqrt(tl.sqrt(count.to(tl.float32)))
+
+
+@triton.jit
+def _among_top(x, minimum, maximum, codes, TOP: tl.constexpr):
+    """Whether each number is at least the k-th largest one.
+
+    A bound is searched for until exactly k numbers reach it, or no other bound is left because of equal numbers.
+    Fourth roots of the counts are nearly linear in the bound for logits, so that about 10 counts are enough.
+    """
+    order = _order(x)
+    low, high = _order(minimum), _order(maximum) + 1
+    reach_low, reach_high, step = codes + 0, codes - codes, codes - codes
+    wanted = _fourth_root(step + TOP)
+    while (high - low > 1) & (reach_low != TOP):
+        number, share = _from_order(low), _fourth_root(reach_low)
+        share = (share - wanted) / (share - _fourth_root(reach_high))
+        guess = _order(number + (_from_order(high) - number) * share)
+        # Halving the interval now and then limits the number of steps, whatever the numbers are.
+        guess = tl.where((step & 3 == 3) | (step > 24), low + ((high - low) >> 1), guess)
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        reach = tl.sum((order >= guess).to(tl.int32))
+        enough = reach >= TOP
+        low, high = tl.where(enough, guess, low), tl.where(enough, high, guess)
+        reach_low, reach_high = tl.where(enough, reach, reach_low), tl.where(enough, reach_high, reach)
+        step += 1
+    return order >= low
 
 
 @triton.jit
@@ -340,15 +555,8 @@ def _sample(
     probability = tl.exp(x - maximum)
     normalizer = tl.sum(probability)
     if TOP > 0:
-        # Map floats to unsigned integers of the same order, and find the k-th largest bit by bit.
-        bits = x.to(tl.uint32, bitcast=True)
-        order = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-        bound, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
-        for _ in range(32):
-            candidate = bound | bit
-            bound = tl.where(tl.sum((order >= candidate).to(tl.int32)) >= TOP, candidate, bound)
-            bit = bit >> 1
-        probability = tl.where(order >= bound, probability, 0.0)
+        minimum = tl.min(tl.where(valid, x, float("inf")))
+        probability = tl.where(_among_top(x, minimum, maximum, codes, TOP), probability, 0.0)
     cumulative = tl.cumsum(probability)
     index = tl.load(position) - prefix + 1
     target = tl.load(uniform + row * length + index) * tl.sum(probability)
