@@ -92,8 +92,9 @@ class TorchKernels:
     MAX_SAMPLED_CODES = MAX_LINEAR_ROWS = MAX_FUSED_ROWS = 0  # no fusion is faster here
 
     def embed(self, embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None:
-        """Write the embeddings of the ids [R] and advance the position; sums of squares are not needed."""
+        """Write the embeddings of the ids [R] and their sums of squares, and advance the position."""
         torch.index_select(embeddings, 0, ids, out=h)
+        squares.copy_(sum_squares(h))
         position.add_(1)
 
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
@@ -110,27 +111,27 @@ class TorchKernels:
     def gated_linear(
         self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None, norm: InputNorm | None = None
     ) -> None:
-        raise NotImplementedError(
-            "gated_linear is not implemented for this kernel; use a matrix product and `gate` [TM478]"
-        )
-
-    def add_linear(
-        self, x: Tensor, weight: Tensor, h: Tensor, squares: Tensor, *, scale: Tensor | None = None
-    ) -> None:
-        raise NotImplementedError(
-            "add_linear is not implemented for this kernel; use a matrix product and `add_norm` [TMADD]"
-        )
+        """silu(x w1) * (x w3) of x [R, D], with w1 above w3 in one matrix [2 F, D]."""
+        both = out.new_empty(len(x), len(weight))
+        self.linear(x, weight, both, scale=scale, norm=norm)
+        self.gate(both, out)
 
     def linear(
         self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None, norm: InputNorm | None = None
     ) -> None:
         """x W^T of x [R, K] and W [M, K]; with a scale per row of W [M, 1], its numbers have 8 bits. Sums are fp32."""
         if norm is not None:
-            raise NotImplementedError(
-                "linear has no norm of its input for this kernel; use `add_norm` and a matrix product [TMNRM]"
-            )
+            rms = (norm.squares.sum(1, keepdim=True) / x.shape[1] + norm.eps).sqrt()
+            x = ((x.float() / rms).to(x.dtype) * norm.weight).to(out.dtype)
         product = x.float() @ weight.float().t()
         out.copy_(product if scale is None else product * scale.t())
+
+    def add_linear(self, x: Tensor, weight: Tensor, h: Tensor, squares: Tensor, *, scale: Tensor | None = None) -> None:
+        """Add x W^T to the residual stream [R, D], and write its sums of squares."""
+        product = x.new_empty(h.shape)
+        self.linear(x, weight, product, scale=scale)
+        h.add_(product)
+        squares.copy_(sum_squares(h))
 
     def attend(
         self,
@@ -161,6 +162,12 @@ class TorchKernels:
 
     def sample(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("sample is not implemented for this kernel; use the sampler itself [TM479]")
+
+
+def sum_squares(h: Tensor) -> Tensor:
+    """Sums of squares [R, D / SQUARES_GROUP] of groups of channels of the residual stream [R, D], in fp32."""
+    groups = F.pad(h.float(), (0, -h.shape[1] % SQUARES_GROUP)).unflatten(1, (-1, SQUARES_GROUP))
+    return groups.square().sum(2)
 
 
 def fastest_kernels(device: torch.device) -> DecodeKernels:
