@@ -118,10 +118,9 @@ def _load_weights(weight, column, height, at, width):
 
 
 @triton.jit
-def _rms_scales(squares, row, rows, width, eps, GROUPS: tl.constexpr):
+def _rms_scales(squares, row, rows, width, eps, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """1 / RMS of some rows, from the sums of squares of their groups of channels."""
-    count, group = tl.cdiv(width, GROUP), tl.arange(0, GROUPS)
-    sums = _load_inputs(squares, row, rows, group, count)
+    sums = _load_inputs(squares, row, rows, tl.arange(0, BLOCK), GROUPS)
     return 1 / tl.sqrt_rn(tl.sum(sums, 1) / width + eps)
 
 
@@ -136,7 +135,8 @@ def _normalize(x, scales, norm, out: tl.constexpr):
 def _gated_linear(
     x, weight, scale, out, norm, squares, rows, width, hidden, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -160,7 +160,7 @@ def _gated_linear(
     if AHEAD > 0:
         ahead_given = _load_inputs(x, row, rows, ahead, width)
     if GROUPS > 0:
-        scales = _rms_scales(squares, row, rows, width, eps, GROUPS)
+        scales = _rms_scales(squares, row, rows, width, eps, GROUPS, GROUPS_BLOCK)
     first, second = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in tl.range(AHEAD, width, DEEP, num_stages=STAGES):
         given = _load_inputs(x, row, rows, at + deep, width)
@@ -201,7 +201,7 @@ def gated_linear(
     _gated_linear[grid](
         x, weight, *_operands(weight, out, scale, norm), len(x), x.shape[1], out.shape[1], norm.eps if norm else 0.0,
         rows, columns, deep, stages, _ahead(rows) // 2, out.dtype == torch.float32, scale is not None,
-        _groups(norm), num_warps=warps, **_weight_options(x, weight),
+        *_groups(norm), num_warps=warps, **_weight_options(x, weight),
     )  # fmt: skip
 
 
@@ -209,8 +209,8 @@ def gated_linear(
 def _linear(
     x, weight, scale, out, norm, squares, rows, width, height, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, ADDS: tl.constexpr, PREFETCH: tl.constexpr,
-    EARLY: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -235,7 +235,7 @@ def _linear(
     if ADDS:
         residual = tl.load(own, inside, other=0.0)
     if GROUPS > 0:
-        scales = _rms_scales(squares, row, rows, width, eps, GROUPS)
+        scales = _rms_scales(squares, row, rows, width, eps, GROUPS, GROUPS_BLOCK)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in tl.range(AHEAD, width, DEEP, num_stages=STAGES):
         given = _load_inputs(x, row, rows, at + deep, width)
@@ -295,7 +295,7 @@ def _launch_linear(
     _linear[grid](
         x, weight, *_operands(weight, out, scale, norm, squares), len(x), x.shape[1], len(weight),
         norm.eps if norm else 0.0, rows, columns, deep, stages, _ahead(rows), exact, scale is not None,
-        _groups(norm), squares is not None, num_warps=warps, **_weight_options(x, weight),
+        *_groups(norm), squares is not None, num_warps=warps, **_weight_options(x, weight),
     )  # fmt: skip
 
 
@@ -314,9 +314,9 @@ def _ahead(rows: int) -> int:
     return WEIGHTS_AHEAD if rows <= 32 else 0
 
 
-def _groups(norm: InputNorm | None) -> int:
-    """The number of sums of squares of a row, as a power of 2; 0 if the input is not normalized."""
-    return 0 if norm is None else triton.next_power_of_2(norm.squares.shape[1])
+def _groups(norm: InputNorm | None) -> tuple[int, int]:
+    """The number of sums of squares of a row, and a power of 2 that is not less; 0 if the input is not normalized."""
+    return (0, 0) if norm is None else (norm.squares.shape[1], triton.next_power_of_2(norm.squares.shape[1]))
 
 
 def _weight_options(x: Tensor, weight: Tensor) -> dict[str, Any]:
