@@ -134,9 +134,9 @@ def _attend(
         size = now * (STRIDE * (cache.dtype.element_ty.primitive_bitwidth // 8))
         prefetch(keys, size)
         prefetch(values, size)
-    inside = (slot < now)[:, None] & (at < STRIDE)[None, :]
     tile = slot[:, None] * STRIDE + at[None, :]
-    if AHEAD > 0:  # steps before have written them
+    if AHEAD > 0:  # steps before have written it up to the new position, which need not be known yet
+        inside = (slot < room)[:, None] & (at < STRIDE)[None, :]
         first_keys, first_values = tl.load(keys + tile, inside, other=0.0), tl.load(values + tile, inside, other=0.0)
     if EARLY:
         wait_for_last_kernel()
@@ -158,6 +158,7 @@ def _attend(
         maximum, total, mixed = _online_softmax(maximum, total, mixed, score, value)
     if AHEAD > 0:
         score = _score(first_keys, q, scale, slot, now, prefix_mask, prefix, MASKED)
+        first_values = tl.where((slot < now)[:, None], first_values, 0.0)  # the others may be infinite
         maximum, total, mixed = _online_softmax(maximum, total, mixed, score, first_values)
     if head % group == 0:
         tl.store(keys + now * STRIDE + at, k.to(cache.dtype.element_ty), at < STRIDE)
