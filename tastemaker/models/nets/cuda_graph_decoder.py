@@ -166,8 +166,8 @@ class TorchKernels:
 
 def sum_squares(h: Tensor) -> Tensor:
     """Sums of squares [R, D / SQUARES_GROUP] of groups of channels of the residual stream [R, D], in fp32."""
-    groups = F.pad(h.float(), (0, -h.shape[1] % SQUARES_GROUP)).unflatten(1, (-1, SQUARES_GROUP))
-    return groups.square().sum(2)
+    padded = F.pad(h.float(), (0, -h.shape[1] % SQUARES_GROUP))
+    return padded.square().reshape(len(h), -1, SQUARES_GROUP).sum(2)
 
 
 def fastest_kernels(device: torch.device) -> DecodeKernels:

@@ -25,7 +25,17 @@ from .decode_products import (
     wait_for_last_kernel,
 )
 
-__all__ = ["add_linear", "add_norm", "attend", "embed", "gate", "gated_linear", "linear", "sample"]
+__all__ = [
+    "MAX_FUSED_ROWS",
+    "MAX_LINEAR_ROWS",
+    "MAX_SAMPLED_CODES",
+    "add_linear",
+    "add_norm",
+    "attend",
+    "embed",
+    "gate",
+]
+__all__ += ["gated_linear", "linear", "sample"]
 
 MAX_SAMPLED_CODES = 32768  # largest codebook that one program samples from
 MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are faster than products by cuBLAS
