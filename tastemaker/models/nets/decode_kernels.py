@@ -42,9 +42,7 @@ MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are fast
 MAX_FUSED_ROWS = 32  # most rows for which norms are part of products
 STAGES, TILE, WARPS = 2, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
 CACHE_AHEAD = True  # whether attention loads its first tile of keys and values before queries are ready
-CACHE_PREFETCH_BYTES = (
-    0  # of the largest KV cache of a layer that is fetched into the L2 cache before queries are ready
-)
+CACHE_PREFETCH_BYTES = 0  # of the largest KV cache of a layer that is fetched into the L2 cache early
 
 
 @triton.jit

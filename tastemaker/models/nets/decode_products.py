@@ -24,9 +24,7 @@ from .decode_weights import SQUARES_GROUP, InputNorm
 
 EARLY_LAUNCH = True  # whether kernels are launched before the ones before have ended
 WEIGHTS_AHEAD = 256  # numbers of each row of a matrix that a product loads before its input is ready, a power of 2 or 0
-PREFETCH_BYTES = (
-    2**23
-)  # of the largest matrix that is fetched into the L2 cache before the input of its product is ready
+PREFETCH_BYTES = 0  # of the largest matrix that is fetched into the L2 cache before its input is ready
 HOPPER = (9, 0)  # the first GPUs with programmatic dependent launch
 GROUP = tl.constexpr(SQUARES_GROUP)
 
