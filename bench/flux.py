@@ -8,7 +8,8 @@
     python bench/flux.py --sections lora,lora-peft,lora-merged,grpo-flux,grpo-flux-peft    # how adapters are computed
 
 Sections that end in fp8 have FP8 rollouts; lora-fp8-base also keeps the frozen weights in FP8, without copies. Those
-that end in peft compute adapters with peft's layers, and those with merged have rollouts with merged adapters.
+that end in peft compute adapters with peft's layers, and those with merged have rollouts with merged adapters:
+lora-merged-fp8-base multiplies merged copies in FP8, and its frozen weights are in FP8 too.
 
 Lower bound of SRPO at 720x720 with 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two
 backward passes with checkpointing are 1.23 PFLOP per prompt, 1.6 s at 790 TFLOP/s. LoRA needs no gradient of the
@@ -67,6 +68,7 @@ SECTIONS = {
     "lora-peft": 130,
     "lora-merged": 130,
     "lora-merged-fp8": 130,
+    "lora-merged-fp8-base": 130,
     "plain": 60,
     "grpo-sd35": 150,
     "plain-grpo-sd35": 60,
@@ -86,6 +88,7 @@ BATCHES: dict[str, list[tuple[int, ...]]] = {
 }
 LORA_SECTIONS = tuple(section for section in SECTIONS if section.startswith("lora"))
 BATCHES |= {"full-fp8": BATCHES["full"], **dict.fromkeys(LORA_SECTIONS, BATCHES["lora"])}
+BATCHES["lora-merged-fp8-base"] = [(8, 8, 2), (2, 2, 1)]  # in 30 GiB
 BATCHES |= {f"{section}-peft": BATCHES[section] for section in ("grpo-sd35", "grpo-flux")}
 MEASURED = dict.fromkeys(("grpo-sd35", "grpo-sd35-peft"), 2)  # how many of a section's batches, if not one
 BASELINES = dict.fromkeys(("full", "full-fp8", *LORA_SECTIONS, "plain"), "plain")
@@ -153,7 +156,7 @@ def section_config(options: FluxOptions, section: str) -> RunConfig:
             precision="bf16",
             param_dtype="bf16" if trains_all_weights else "fp32",
             activation_memory="checkpoint",
-            base_precision="fp8" if section == "lora-fp8-base" else "same",
+            base_precision="fp8" if section.endswith("fp8-base") else "same",
             rollout_precision="fp8" if "-fp8" in section else "same",
             attention_backend=options.attention,  # type: ignore[arg-type]
             compile=options.compile and not offloads,

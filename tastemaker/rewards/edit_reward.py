@@ -67,14 +67,14 @@ class EditRewardReward(PretrainedReward):
             backbone = tiny_backbone([REWARD_TOKEN], placement)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                heads = _empty_heads(backbone.width)
+                heads = rating_heads(backbone.width)
             return EditRewardScorer(self.source, backbone, freeze_head(heads, placement), preprocessing)
         path = find_edit_reward(self.weights)
         tensors = load_state_dict(path)
         head_tensors = {key.removeprefix(HEADS): x for key, x in tensors.items() if key.startswith(HEADS)}
         body = {key: x for key, x in tensors.items() if not key.startswith(HEADS)}
         backbone = load_backbone(body, self.base, BASE_CONFIG, [REWARD_TOKEN], path, placement)
-        heads = _empty_heads(backbone.width)
+        heads = rating_heads(backbone.width)
         load_weights_into(heads, head_tensors, path)
         return EditRewardScorer(self.source, backbone, freeze_head(heads, placement), preprocessing)
 
@@ -104,7 +104,8 @@ class EditRewardScorer(Reward):
         return torch.stack(ratings, 1).to(pixels.device)
 
 
-def _empty_heads(width: int) -> nn.ModuleDict:
+def rating_heads(width: int) -> nn.ModuleDict:
+    """A head of its own for each rating, with random weights."""
     return nn.ModuleDict({f"head_{k}": reward_head(width) for k in range(len(TEMPLATE_NAMES))})
 
 

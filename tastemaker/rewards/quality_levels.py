@@ -25,6 +25,7 @@ QALIGN = WeightsSource(
 )
 LEVELS = ("excellent", "good", "fair", "poor", "bad")
 QUESTION = "USER: How would you rate the {subject} of this image?\n<|image|>\nASSISTANT: The {subject} of the image is"
+DEQA_VALUES, QALIGN_VALUES = (5.0, 4.0, 3.0, 2.0, 1.0), (1.0, 0.75, 0.5, 0.25, 0.0)  # of the levels
 TINY_QUESTION = OwlQuestion((1, 5, 6), (7, 8), (10, 11, 12, 13, 14))
 BACKGROUND = tuple(int(255 * x) / 255 for x in CLIP_MEAN)  # of images that are no squares
 Subject = Literal["quality", "aesthetics"]
@@ -46,9 +47,7 @@ class DeqaReward(PretrainedReward):
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> LevelScorer:
-        return load_level_scorer(
-            self.weights, DEQA, "quality", (5.0, 4.0, 3.0, 2.0, 1.0), self.round_to_bytes, placement
-        )
+        return load_level_scorer(self.weights, DEQA, "quality", DEQA_VALUES, self.round_to_bytes, placement)
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class QalignReward(PretrainedReward):
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> LevelScorer:
-        values = (1.0, 0.75, 0.5, 0.25, 0.0)
-        return load_level_scorer(self.weights, QALIGN, self.subject, values, self.round_to_bytes, placement)
+        return load_level_scorer(self.weights, QALIGN, self.subject, QALIGN_VALUES, self.round_to_bytes, placement)
 
 
 def load_level_scorer(

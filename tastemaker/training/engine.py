@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,6 +91,8 @@ class Engine:
         self.device = precision.select_device(config.device, distributed.get_local_rank())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            if config.deterministic:  # or products on several streams share the workspace in which they add up
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # FSDP, which offloads parameters, needs a process group even for one process.
         self.comm, self._started = distributed.init_process_group(self.device, always=config.cpu_offload)
         self.config, self.precision_choice = device_precision.resolve_precision(config, self.device, self.comm)

@@ -117,18 +117,36 @@ def _check_compiler(config: EngineConfig, device: torch.device) -> None:
 
 @contextmanager
 def compute_settings(config: EngineConfig, device: torch.device) -> Iterator[None]:
-    """Set TF32, normalization dtype and attention kernels within the block; the backward pass needs it too."""
+    """Set TF32, normalization dtype and kernels within the block; the backward pass needs it too."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     previous = [backend.fp32_precision for backend in backends]
     fp32_norms = device.type == "cpu" and DTYPES[config.precision] != torch.float32
     try:
         for backend in backends:
             backend.fp32_precision = "tf32" if config.precision == "tf32" else "ieee"
-        with _attention_kernels(config, device), Fp32Norms() if fp32_norms else nullcontext():
+        with (
+            _attention_kernels(config, device),
+            Fp32Norms() if fp32_norms else nullcontext(),
+            deterministic_algorithms() if config.deterministic else nullcontext(),
+        ):
             yield
     finally:
         for backend, value in zip(backends, previous, strict=True):
             backend.fp32_precision = value
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Use kernels that repeat to the bit within the block; PyTorch warns of operations that have none.
+
+    Without them the backward pass of flash attention on a GPU, for one, adds up in another order every time.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _attention_kernels(config: EngineConfig, device: torch.device) -> AbstractContextManager[Any]:

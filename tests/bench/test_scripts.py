@@ -8,12 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tastemaker.core.types import Placement
 
 ROOT = Path(__file__).parent.parent.parent
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
@@ -173,10 +177,61 @@ def test_vae_cases_are_measured(tmp_path: Path) -> None:
     assert len(results) == 4 and all(result["images_per_second"] > 0 for result in results)
 
 
+def import_rewards_script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("rewards")
+
+
 @pytest.mark.slow
 def test_rewards_are_measured(tmp_path: Path) -> None:
-    results, _ = run_script(tmp_path, "rewards", "--tiny")
-    assert len(results) == 6 and all(result["rate"] > 0 for result in results)
+    results, output = run_script(tmp_path, "rewards", "--tiny")
+    scored = [result["name"] for result in results[6:]]
+    expected = "aesthetic_v25 dino_similarity musiq hpsv3 edit_reward video_align deqa qalign"
+    assert scored == expected.split(), output
+    assert all(result["rate"] > 0 for result in results)
+    assert [result["name"] for result in results if result["unit"] == "clips/s"] == ["video_align"]
+    assert all(f"| {name} | score |" in output for name in scored)
+
+
+def test_failing_reward_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = import_rewards_script(monkeypatch)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setitem(rewards.SCORE_CASES, "deqa", replace(rewards.SCORE_CASES["deqa"], build=fail))
+    out = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["rewards.py", "--tiny", "--rewards", "deqa,qalign", "--out", str(out)])
+    with pytest.raises(SystemExit, match="failed: deqa"):
+        rewards.main()
+    assert [result["name"] for result in json.loads(out.read_text())] == ["qalign"]
+    assert "deqa failed: RuntimeError: no memory left" in capsys.readouterr().out
+
+
+# GB of the published weights, bytes of a number, and how many numbers the reward does not read: language-model heads,
+# and the adapters that VideoReward's file adds to its base model.
+PUBLISHED_SIZES = {
+    "aesthetic_v25": ("net", 1.7, 4, 0),
+    "dino_similarity": ("embed.net", 0.346, 4, 0),
+    "musiq": ("net", 0.11, 4, 0),
+    "hpsv3": ("backbone.net", 16.6, 2, 151658 * 3584),
+    "edit_reward": ("backbone.net", 16.6, 2, 151658 * 3584),
+    "video_align": ("rater.backbone.net", 5.03, 2, 151660 * 1536 + 28 * 64 * 41216),
+    "deqa": ("net", 16.4, 2, 0),
+    "qalign": ("net", 16.4, 2, 0),
+}
+
+
+def test_measured_rewards_have_the_published_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = import_rewards_script(monkeypatch).SCORE_CASES
+    assert set(cases) == set(PUBLISHED_SIZES)
+    for name, (path, size, width, unread) in PUBLISHED_SIZES.items():
+        net = attrgetter(path)(cases[name].build(Placement(torch.device("meta"), torch.bfloat16), False))
+        assert sum(p.numel() for p in net.parameters()) == pytest.approx(size * 1e9 / width - unread, rel=0.02), name
+        # Made in its dtype at once, and never on the CPU.
+        assert {(p.device.type, p.dtype) for p in net.parameters()} == {("meta", torch.bfloat16)}, name
 
 
 @pytest.mark.slow

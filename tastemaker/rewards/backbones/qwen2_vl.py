@@ -275,15 +275,16 @@ def tiny_backbone(reward_tokens: Sequence[str], placement: Placement, media: str
     )
 
 
-def tiny_qwen_tokenizer() -> Any:
-    """A byte tokenizer with Qwen2-VL's special tokens, for tests."""
+def tiny_qwen_tokenizer(model: Any = None) -> Any:
+    """A tokenizer of bytes, or of another model of `tokenizers`, with Qwen2-VL's special tokens, for tests."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(BPE({token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    byte_ids = {token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}
+    backend = Tokenizer(BPE(byte_ids, []) if model is None else model)
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     tokenizer_class: Any = PreTrainedTokenizerFast
     tokenizer = tokenizer_class(tokenizer_object=backend, pad_token="<|endoftext|>", eos_token="<|im_end|>")
@@ -303,8 +304,13 @@ def tiny_qwen_config(tokenizer: Any) -> Any:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
     }  # fmt: skip
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "initializer_range": 0.2}
+    return qwen_config(Qwen2VLConfig, text, vision, tokenizer)
+
+
+def qwen_config(config_class: Any, text: Mapping[str, Any], vision: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The config of a Qwen2-VL or Qwen2.5-VL of these sizes, with the ids of a tokenizer's image and video tokens."""
     image_id, video_id, start_id = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", VISION_START])
-    return Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image_id, video_token_id=video_id,
+    return config_class(
+        text_config=dict(text), vision_config=dict(vision), image_token_id=image_id, video_token_id=video_id,
         vision_start_token_id=start_id,
     )  # fmt: skip
