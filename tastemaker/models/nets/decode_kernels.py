@@ -2,9 +2,6 @@
 
 The module implements `cuda_graph_decoder.DecodeKernels`; its products are those of `decode_products`. Triton comes with
 PyTorch for GPUs.
-
-Attention loads the first keys and values of earlier positions before its queries are ready: no other kernel of the step
-writes them.
 """
 # mypy: ignore-errors
 # Kernels are not Python to a type checker: pointers are added to, and every number may be a tensor.
@@ -15,40 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_products import (
-    add_linear,
-    embed,
-    gated_linear,
-    launch_options,
-    linear,
-    prefetch,
-    wait_for_last_kernel,
-)
+from .decode_products import add_linear, embed, gated_linear, linear
 
-__all__ = [
-    "MAX_FUSED_ROWS",
-    "MAX_LINEAR_ROWS",
-    "MAX_SAMPLED_CODES",
-    "add_linear",
-    "add_norm",
-    "attend",
-    "embed",
-    "gate",
-]
-__all__ += ["gated_linear", "linear", "sample"]
+__all__ = ["MAX_FUSED_ROWS", "MAX_LINEAR_ROWS", "MAX_SAMPLED_CODES", "add_linear", "add_norm", "attend", "embed"]
+__all__ += ["gate", "gated_linear", "linear", "sample"]
 
 MAX_SAMPLED_CODES = 32768  # largest codebook that one program samples from
 MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are faster than products by cuBLAS
 MAX_FUSED_ROWS = 32  # most rows for which norms are part of products
 STAGES, TILE, WARPS = 2, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
-CACHE_AHEAD = True  # whether attention loads its first tile of keys and values before queries are ready
-CACHE_PREFETCH_BYTES = 0  # of the largest KV cache of a layer that is fetched into the L2 cache early
 
 
 @triton.jit
-def _add_norm(h, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        wait_for_last_kernel()
+def _add_norm(h, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     valid = at < width
@@ -70,15 +46,12 @@ def add_norm(h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: 
     block = triton.next_power_of_2(h.shape[1])
     warps = min(max(block // 512, 1), 16)
     _add_norm[(len(h),)](
-        h, h if delta is None else delta, weight, out, h.shape[1], eps, delta is not None, block,
-        num_warps=warps, **launch_options(h),
-    )  # fmt: skip
+        h, h if delta is None else delta, weight, out, h.shape[1], eps, delta is not None, block, num_warps=warps
+    )
 
 
 @triton.jit
-def _gate(both, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        wait_for_last_kernel()
+def _gate(both, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = at < width
@@ -90,9 +63,7 @@ def _gate(both, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 def gate(both: Tensor, out: Tensor) -> None:
     """silu(first half) * second half of [R, 2 F]."""
-    _gate[(len(out), triton.cdiv(out.shape[1], 1024))](
-        both, out, out.shape[1], 1024, num_warps=4, **launch_options(both)
-    )
+    _gate[(len(out), triton.cdiv(out.shape[1], 1024))](both, out, out.shape[1], 1024, num_warps=4)
 
 
 @triton.jit
@@ -125,29 +96,18 @@ def _attend(
     qkv, cache, prefix_mask, factors, position, out,
     layer, cache_rows, room, positions, prefix, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, HEAD: tl.constexpr, STRIDE: tl.constexpr, MASKED: tl.constexpr,
-    AT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PREFETCH: tl.constexpr,
-    EARLY: tl.constexpr,
+    AT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = HEADS // KV
     own = head // group
-    # `embed` has written it, and has ended before the kernel before this one could pass its wait.
-    now = tl.load(position, cache_modifier=".cg")
+    now = tl.load(position)
     at, slot = tl.arange(0, AT), tl.arange(0, BLOCK)
     valid = at < HEAD
     keys = cache + (layer * 2 * cache_rows + row * KV + own) * room * STRIDE
     values = keys + cache_rows.to(tl.int64) * room * STRIDE
     prefix_mask += row * prefix
-    if PREFETCH:
-        size = now * (STRIDE * (cache.dtype.element_ty.primitive_bitwidth // 8))
-        prefetch(keys, size)
-        prefetch(values, size)
     tile = slot[:, None] * STRIDE + at[None, :]
-    if AHEAD > 0:  # steps before have written it up to the new position, which need not be known yet
-        inside = (slot < room)[:, None] & (at < STRIDE)[None, :]
-        first_keys, first_values = tl.load(keys + tile, inside, other=0.0), tl.load(values + tile, inside, other=0.0)
-    if EARLY:
-        wait_for_last_kernel()
     cosine = tl.load(factors + now * HEAD + at, valid, other=0.0)
     sine = tl.load(factors + (positions + now) * HEAD + at, valid, other=0.0)
     start = qkv + row * ((HEADS + 2 * KV) * HEAD)
@@ -157,17 +117,13 @@ def _attend(
     # Every slot of a tile keeps its own running softmax, so that warps do not wait for each other in the loop.
     maximum = tl.full([BLOCK], -1e30, tl.float32)  # finite, because a slot may see nothing
     total, mixed = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, AT], tl.float32)
-    for first in tl.range(AHEAD, now, BLOCK, num_stages=STAGES):
+    for first in tl.range(0, now, BLOCK, num_stages=STAGES):
         read = first + slot
         inside = (read < now)[:, None] & (at < STRIDE)[None, :]
         key = tl.load(keys + first * STRIDE + tile, inside, other=0.0)
         value = tl.load(values + first * STRIDE + tile, inside, other=0.0)
         score = _score(key, q, scale, read, now, prefix_mask, prefix, MASKED)
         maximum, total, mixed = _online_softmax(maximum, total, mixed, score, value)
-    if AHEAD > 0:
-        score = _score(first_keys, q, scale, slot, now, prefix_mask, prefix, MASKED)
-        first_values = tl.where((slot < now)[:, None], first_values, 0.0)  # the others may be infinite
-        maximum, total, mixed = _online_softmax(maximum, total, mixed, score, first_values)
     if head % group == 0:
         tl.store(keys + now * STRIDE + at, k.to(cache.dtype.element_ty), at < STRIDE)
         tl.store(values + now * STRIDE + at, v.to(cache.dtype.element_ty), at < STRIDE)
@@ -196,61 +152,12 @@ def attend(
     _, _, cache_rows, kv, room, stride = cache.shape
     head = qkv.shape[1] // (heads + 2 * kv)
     wide = triton.next_power_of_2(stride)
-    block = max(TILE // wide, 16)
-    options = launch_options(qkv)
-    options["PREFETCH"] = options["EARLY"] and cache[0].nbytes <= CACHE_PREFETCH_BYTES
     # With TILE and WARPS as above, a thread holds 32 elements of the keys, of the values and of the sums.
     _attend[(len(qkv), heads)](
         qkv, cache, qkv if prefix_mask is None else prefix_mask, factors, position, out,
         layer, cache_rows * kv, room, factors.shape[1], 0 if prefix_mask is None else prefix_mask.shape[1], head**-0.5,
-        heads, kv, head, stride, prefix_mask is not None, wide, block, STAGES, block if CACHE_AHEAD else 0,
-        num_warps=WARPS, **options,
+        heads, kv, head, stride, prefix_mask is not None, wide, max(TILE // wide, 16), STAGES, num_warps=WARPS,
     )  # fmt: skip
-
-
-@triton.jit
-def _order(x):
-    """Unsigned integers of the same order as the numbers."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton.jit
-def _from_order(order):
-    """The numbers of which `_order` made the integers."""
-    bits = tl.where(order >> 31 != 0, order ^ 0x80000000, order ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _fourth_root(count):
-    return tl.sqrt(tl.sqrt(count.to(tl.float32)))
-
-
-@triton.jit
-def _among_top(x, minimum, maximum, codes, TOP: tl.constexpr):
-    """Whether each number is at least the k-th largest one.
-
-    A bound is searched for until exactly k numbers reach it, or no other bound is left because of equal numbers.
-    Fourth roots of the counts are nearly linear in the bound for logits, so that about 10 counts are enough.
-    """
-    order = _order(x)
-    low, high = _order(minimum), _order(maximum) + 1
-    reach_low, reach_high, step = codes + 0, codes - codes, codes - codes
-    wanted = _fourth_root(step + TOP)
-    while (high - low > 1) & (reach_low != TOP):
-        number, share = _from_order(low), _fourth_root(reach_low)
-        share = (share - wanted) / (share - _fourth_root(reach_high))
-        guess = _order(number + (_from_order(high) - number) * share)
-        # Halving the interval now and then limits the number of steps, whatever the numbers are.
-        guess = tl.where((step & 3 == 3) | (step > 24), low + ((high - low) >> 1), guess)
-        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        reach = tl.sum((order >= guess).to(tl.int32))
-        enough = reach >= TOP
-        low, high = tl.where(enough, guess, low), tl.where(enough, high, guess)
-        reach_low, reach_high = tl.where(enough, reach, reach_low), tl.where(enough, reach_high, reach)
-        step += 1
-    return order >= low
 
 
 @triton.jit
@@ -258,10 +165,7 @@ def _sample(
     logits, uniform, ids, log_prob, last, position,
     rows, codes, length, prefix, scale, temperature,
     TOP: tl.constexpr, GUIDED: tl.constexpr, RESCALE: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last_kernel()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     valid = at < codes
@@ -277,8 +181,15 @@ def _sample(
     probability = tl.exp(x - maximum)
     normalizer = tl.sum(probability)
     if TOP > 0:
-        minimum = tl.min(tl.where(valid, x, float("inf")))
-        probability = tl.where(_among_top(x, minimum, maximum, codes, TOP), probability, 0.0)
+        # Map floats to unsigned integers of the same order, and find the k-th largest bit by bit.
+        bits = x.to(tl.uint32, bitcast=True)
+        order = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+        bound, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
+        for _ in range(32):
+            candidate = bound | bit
+            bound = tl.where(tl.sum((order >= candidate).to(tl.int32)) >= TOP, candidate, bound)
+            bit = bit >> 1
+        probability = tl.where(order >= bound, probability, 0.0)
     cumulative = tl.cumsum(probability)
     index = tl.load(position) - prefix + 1
     target = tl.load(uniform + row * length + index) * tl.sum(probability)
@@ -304,6 +215,5 @@ def sample(
     _sample[(rows,)](
         logits, uniform, ids, log_prob, last, position,
         rows, codes, length, prefix, 1.0 if scale is None else scale, temperature,
-        top, scale is not None, rescale, len(last) > rows, block,
-        num_warps=min(max(block // 512, 1), 32), **launch_options(logits),
+        top, scale is not None, rescale, len(last) > rows, block, num_warps=min(max(block // 512, 1), 32),
     )  # fmt: skip

@@ -1,9 +1,5 @@
 """Triton products of few rows in a decoding step, with the embedding and the norms around them.
 
-A step is a chain of short kernels. On Hopper and newer GPUs each of them can be launched while the one before still
-runs (programmatic dependent launch). Until that one has ended, a product loads its first weights, which no kernel of
-the chain writes.
-
 Norms have no kernels of their own here: the product that adds to the residual stream also writes sums of squares of its
 channels, and the next product normalizes its input while it loads it.
 """
@@ -12,9 +8,6 @@ channels, and the next product normalizes its input while it loads it.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,64 +15,11 @@ from torch import Tensor
 
 from .decode_weights import SQUARES_GROUP, InputNorm
 
-EARLY_LAUNCH = True  # whether kernels are launched before the ones before have ended
-WEIGHTS_AHEAD = 256  # numbers of each row of a matrix that a product loads before its input is ready, a power of 2 or 0
-PREFETCH_BYTES = 0  # of the largest matrix that is fetched into the L2 cache before its input is ready
-HOPPER = (9, 0)  # the first GPUs with programmatic dependent launch
 GROUP = tl.constexpr(SQUARES_GROUP)
 
 
-@cache
-def _can_launch_early(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
-
-
-def launch_options(x: Tensor) -> dict[str, Any]:
-    """Options of every kernel of a step: whether it is launched before the one before has ended."""
-    return {"EARLY": True, "launch_pdl": True} if EARLY_LAUNCH and _can_launch_early(x.device) else {"EARLY": False}
-
-
 @triton.jit
-def prefetch(start, size):
-    """Fetch bytes into the L2 cache, without waiting for them; both are multiples of 16."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [start.to(tl.int64), size.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def wait_for_last_kernel():
-    """Wait for the kernel before, of whose output nothing may be read earlier, and let the next one be launched."""
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _prefetch_rows(weight, first, count, height, width):
-    """Fetch some rows of a matrix of `height` rows, as many as there are."""
-    own = weight + first.to(tl.int64) * width
-    count = tl.minimum(height - first, count)
-    size = count * width * (weight.dtype.element_ty.primitive_bitwidth // 8)
-    if (own.to(tl.int64) | size) % 16 == 0:
-        prefetch(own, size)
-
-
-@triton.jit
-def _embed(embeddings, ids, position, h, squares, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+def _embed(embeddings, ids, position, h, squares, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at, group = tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
     x = tl.load(embeddings + tl.load(ids + row) * width + at, at < width, other=0.0)
@@ -95,10 +35,7 @@ def _embed(embeddings, ids, position, h, squares, width, BLOCK: tl.constexpr, EA
 def embed(embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None:
     """Write the embeddings of the ids [R] and the sums of their squares [R, D / 16], and advance the position."""
     block = max(triton.next_power_of_2(h.shape[1]), SQUARES_GROUP)
-    options = launch_options(h) | {"launch_pdl": False}  # the first kernel of a step starts after the step before
-    _embed[(len(h),)](
-        embeddings, ids, position, h, squares, h.shape[1], block, num_warps=min(max(block // 512, 1), 16), **options
-    )
+    _embed[(len(h),)](embeddings, ids, position, h, squares, h.shape[1], block, num_warps=min(max(block // 512, 1), 16))
 
 
 @triton.jit
@@ -132,35 +69,20 @@ def _normalize(x, scales, norm, out: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _gated_linear(
     x, weight, scale, out, norm, squares, rows, width, hidden, eps,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
-    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     other = weight + hidden.to(tl.int64) * width
     kind: tl.constexpr = out.dtype.element_ty
     rounding: tl.constexpr = "ieee" if EXACT else "tf32"
-    if PREFETCH:
-        _prefetch_rows(weight, tl.program_id(0) * COLUMNS, COLUMNS, hidden, width)
-        _prefetch_rows(other, tl.program_id(0) * COLUMNS, COLUMNS, hidden, width)
-    if AHEAD > 0:
-        ahead = tl.arange(0, AHEAD)
-        first_weights = _load_weights(weight, column, hidden, ahead, width)
-        second_weights = _load_weights(other, column, hidden, ahead, width)
-        if GROUPS > 0:
-            ahead_norm = tl.load(norm + ahead, ahead < width, other=0.0)
     deep = tl.arange(0, DEEP)
     if GROUPS > 0:
-        factor = tl.load(norm + AHEAD + deep, AHEAD + deep < width, other=0.0)
-    if EARLY:
-        wait_for_last_kernel()
-    if AHEAD > 0:
-        ahead_given = _load_inputs(x, row, rows, ahead, width)
-    if GROUPS > 0:
+        factor = tl.load(norm + deep, deep < width, other=0.0)
         scales = _rms_scales(squares, row, rows, width, eps, GROUPS, GROUPS_BLOCK)
     first, second = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in tl.range(AHEAD, width, DEEP, num_stages=STAGES):
+    for at in tl.range(0, width, DEEP, num_stages=STAGES):
         given = _load_inputs(x, row, rows, at + deep, width)
         if GROUPS > 0:
             given = _normalize(given, scales, factor, kind)
@@ -170,11 +92,6 @@ def _gated_linear(
         first = tl.dot(given, numbers, first, input_precision=rounding)
         numbers = _load_weights(other, column, hidden, at + deep, width).to(kind)
         second = tl.dot(given, numbers, second, input_precision=rounding)
-    if AHEAD > 0:
-        if GROUPS > 0:
-            ahead_given = _normalize(ahead_given, scales, ahead_norm, kind)
-        first = tl.dot(ahead_given, first_weights.to(kind), first, input_precision=rounding)
-        second = tl.dot(ahead_given, second_weights.to(kind), second, input_precision=rounding)
     if SCALED:
         first *= tl.load(scale + column, column < hidden, other=0.0)[None, :]
         second *= tl.load(scale + hidden + column, column < hidden, other=0.0)[None, :]
@@ -198,17 +115,17 @@ def gated_linear(
     grid = triton.cdiv(out.shape[1], columns), triton.cdiv(len(x), rows)
     _gated_linear[grid](
         x, weight, *_operands(weight, out, scale, norm), len(x), x.shape[1], out.shape[1], norm.eps if norm else 0.0,
-        rows, columns, deep, stages, _ahead(rows) // 2, out.dtype == torch.float32, scale is not None,
-        *_groups(norm), num_warps=warps, **_weight_options(x, weight),
+        rows, columns, deep, stages, out.dtype == torch.float32, scale is not None,
+        *_groups(norm), num_warps=warps,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, weight, scale, out, norm, squares, rows, width, height, eps,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
-    ADDS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -216,26 +133,15 @@ def _linear(
     inside = (row < rows)[:, None] & (column < height)[None, :]
     kind: tl.constexpr = x.dtype.element_ty if ADDS else out.dtype.element_ty  # of the product
     rounding: tl.constexpr = "ieee" if EXACT else "tf32"
-    if PREFETCH:
-        _prefetch_rows(weight, tl.program_id(0) * COLUMNS, COLUMNS, height, width)
-    if AHEAD > 0:
-        ahead = tl.arange(0, AHEAD)
-        ahead_weights = _load_weights(weight, column, height, ahead, width)
-        if GROUPS > 0:
-            ahead_norm = tl.load(norm + ahead, ahead < width, other=0.0)
     deep = tl.arange(0, DEEP)
     if GROUPS > 0:
-        factor = tl.load(norm + AHEAD + deep, AHEAD + deep < width, other=0.0)
-    if EARLY:
-        wait_for_last_kernel()
-    if AHEAD > 0:
-        ahead_given = _load_inputs(x, row, rows, ahead, width)
+        factor = tl.load(norm + deep, deep < width, other=0.0)
     if ADDS:
         residual = tl.load(own, inside, other=0.0)
     if GROUPS > 0:
         scales = _rms_scales(squares, row, rows, width, eps, GROUPS, GROUPS_BLOCK)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in tl.range(AHEAD, width, DEEP, num_stages=STAGES):
+    for at in tl.range(0, width, DEEP, num_stages=STAGES):
         given = _load_inputs(x, row, rows, at + deep, width)
         if GROUPS > 0:
             given = _normalize(given, scales, factor, kind)
@@ -243,10 +149,6 @@ def _linear(
         # 8-bit numbers become 16-bit ones without rounding.
         numbers = _load_weights(weight, column, height, at + deep, width).to(kind)
         total = tl.dot(given, numbers, total, input_precision=rounding)
-    if AHEAD > 0:
-        if GROUPS > 0:
-            ahead_given = _normalize(ahead_given, scales, ahead_norm, kind)
-        total = tl.dot(ahead_given, ahead_weights.to(kind), total, input_precision=rounding)
     if SCALED:
         total *= tl.load(scale + column, column < height, other=0.0)[None, :]
     result = total.to(kind)
@@ -292,8 +194,8 @@ def _launch_linear(
     grid = triton.cdiv(len(weight), columns), triton.cdiv(len(x), rows)
     _linear[grid](
         x, weight, *_operands(weight, out, scale, norm, squares), len(x), x.shape[1], len(weight),
-        norm.eps if norm else 0.0, rows, columns, deep, stages, _ahead(rows), exact, scale is not None,
-        *_groups(norm), squares is not None, num_warps=warps, **_weight_options(x, weight),
+        norm.eps if norm else 0.0, rows, columns, deep, stages, exact, scale is not None,
+        *_groups(norm), squares is not None, num_warps=warps,
     )  # fmt: skip
 
 
@@ -307,16 +209,6 @@ def _operands(
     return scale, out, weight, weight if squares is None else squares
 
 
-def _ahead(rows: int) -> int:
-    """Numbers of each row of a matrix that are loaded before the input is ready; none for many rows."""
-    return WEIGHTS_AHEAD if rows <= 32 else 0
-
-
 def _groups(norm: InputNorm | None) -> tuple[int, int]:
     """The number of sums of squares of a row, and a power of 2 that is not less; 0 if the input is not normalized."""
     return (0, 0) if norm is None else (norm.squares.shape[1], triton.next_power_of_2(norm.squares.shape[1]))
-
-
-def _weight_options(x: Tensor, weight: Tensor) -> dict[str, Any]:
-    options = launch_options(x)
-    return options | {"PREFETCH": options["EARLY"] and weight.nbytes <= PREFETCH_BYTES}
