@@ -42,6 +42,7 @@ from tastemaker.core.distributions import Categorical
 from tastemaker.core.guidance import apply_guidance
 from tastemaker.core.policy import Guidance
 from tastemaker.models.nets.cuda_graph_decoder import CudaGraphDecoder, DecodeGraphRunner, DecoderPool
+from tastemaker.models.nets.decode_weights import InputNorm
 from tastemaker.models.nets.gpt import GPT, GPTConfig
 from tastemaker.models.nets.token_decoder import DecodeRequest, StaticKVCacheDecoder
 
@@ -59,7 +60,14 @@ H200_BANDWIDTH = 4.8e12  # bytes per second, by the data sheet
 ATTENTION_TILINGS = [  # stages, elements and warps
     (1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (1, 8192, 8), (3, 8192, 8), (2, 2048, 2), (4, 2048, 2), (3, 4096, 4),
 ]  # fmt: skip
-GATED_LINEAR_TILINGS = [(16, 128, 4), (16, 128, 6), (16, 256, 4), (32, 128, 4), (32, 64, 6)]  # columns, depth, stages
+GATED_TILINGS = [
+    (32, 128, 3),
+    (16, 128, 4),
+    (16, 256, 3),
+    (32, 128, 4),
+    (32, 128, 3, 8),
+]  # columns, depth, stages, warps
+LINEAR_TILINGS = [(16, 256, 4), (16, 256, 3), (32, 256, 3), (32, 128, 4), (32, 256, 3, 8)]
 
 
 def measure_sampling(section: str, options: LlamagenOptions, record: Record) -> None:
@@ -184,8 +192,10 @@ def kernel_calls(runner: DecodeGraphRunner) -> dict[str, Callable[[], Any]]:
     from tastemaker.models.nets import decode_kernels
 
     net, layers, position = runner.net, runner.weights.layers, runner.position
-    normed, qkv, mixed, out, w13, hidden, logits = runner.scratch
+    normed, qkv, mixed, out, w13, _, logits = runner.scratch
+    norm, h, squares = layers[0].attention_norm, runner.residual, runner.squares
     counter = iter(range(10**9))
+    decode_kernels.embed(runner.weights.embeddings, runner.last, position.clone(), h, squares)
 
     def next_layer() -> Any:
         return layers[next(counter) % len(layers)]  # other weights each time, so that they are not in the L2 cache
@@ -198,27 +208,53 @@ def kernel_calls(runner: DecodeGraphRunner) -> dict[str, Callable[[], Any]]:
 
         return call
 
-    def gated_linear(columns: int, depth: int, stages: int) -> Callable[[], None]:
-        return lambda: decode_kernels.gated_linear(normed, next_layer().w13.weight, hidden, columns, depth, stages)
-
     def sample() -> None:
         state = (runner.uniform, runner.ids, runner.log_prob, runner.last, position)
         top_k, prefix = runner.request.sampler.top_k, net.config.prefix_length
         decode_kernels.sample(logits, *state, prefix=prefix, scale=4.0, rescale=False, temperature=1.0, top_k=top_k)
 
-    norm = layers[0].attention_norm
-    return {
-        "add and norm": lambda: decode_kernels.add_norm(runner.residual, out, norm, normed, 1e-5),
+    ids, start = runner.last.clone(), position.clone()
+    calls: dict[str, Callable[[], Any]] = {
+        "embedding": lambda: decode_kernels.embed(runner.weights.embeddings, ids, start, h, squares),
+        "add and norm": lambda: decode_kernels.add_norm(h, out, norm, normed, 1e-5),
         "wqkv": lambda: torch.mm(normed, next_layer().wqkv.weight.t(), out=qkv),
         **{f"attention, {a} stages, tiles of {b}, {c} warps": attention(a, b, c) for a, b, c in ATTENTION_TILINGS},
         "wo": lambda: torch.mm(mixed, next_layer().wo.weight.t(), out=out),
         "w1 and w3": lambda: torch.mm(normed, next_layer().w13.weight.t(), out=w13),
-        "gate": lambda: decode_kernels.gate(w13, hidden),
-        **{f"w1, w3 and gate, {a} columns, depth {b}": gated_linear(a, b, c) for a, b, c in GATED_LINEAR_TILINGS},
-        "w2": lambda: torch.mm(hidden, next_layer().w2.weight.t(), out=out),
+        "gate": lambda: decode_kernels.gate(w13, runner.scratch[5]),
+        "w2": lambda: torch.mm(runner.scratch[5], next_layer().w2.weight.t(), out=out),
         "output": lambda: torch.mm(normed, runner.weights.output.weight.t(), out=logits),
         "sample": sample,
     }
+    return calls | (fused_calls(runner, next_layer) if len(h) <= decode_kernels.MAX_FUSED_ROWS else {})
+
+
+def fused_calls(runner: DecodeGraphRunner, next_layer: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+    """Return a function for each product of few rows, with norms and additions, in several tilings."""
+    from tastemaker.models.nets import decode_kernels
+
+    _, qkv, mixed, _, _, hidden, logits = runner.scratch
+    h, squares = torch.zeros_like(runner.residual), runner.squares
+    norm = InputNorm(runner.weights.layers[0].attention_norm, squares, 1e-5)
+    calls: dict[str, Callable[[], Any]] = {}
+    for t in LINEAR_TILINGS:
+        calls |= {
+            f"norm and wqkv {t}": lambda t=t: decode_kernels.linear(h, next_layer().wqkv.weight, qkv, *t, norm=norm),
+            f"wo and addition {t}": lambda t=t: decode_kernels.add_linear(
+                mixed, next_layer().wo.weight, h, squares, *t
+            ),
+            f"w2 and addition {t}": lambda t=t: decode_kernels.add_linear(
+                hidden, next_layer().w2.weight, h, squares, *t
+            ),
+            f"norm and output {t}": lambda t=t: decode_kernels.linear(
+                h, runner.weights.output.weight, logits, *t, norm=norm
+            ),
+        }
+    for t in GATED_TILINGS:
+        calls[f"norm, w1, w3 and gate {t}"] = lambda t=t: decode_kernels.gated_linear(
+            h, next_layer().w13.weight, hidden, *t, norm=norm
+        )
+    return calls
 
 
 def describe_target(section: str) -> str:

@@ -154,13 +154,14 @@ class Product:
         }
         for tiling in tilings:
             calls[f"8 bits {tiling or ''}"] = lambda t=tiling: self._linear(*t)  # type: ignore[misc]
-        if gated and len(self.x) <= self.kernels.MAX_GATED_ROWS:
+        if gated and len(self.x) <= self.kernels.MAX_LINEAR_ROWS:
             for tiling in [(), *GATED_TILINGS]:
                 calls[f"8 bits with gate {tiling or ''}"] = lambda t=tiling: self._gated(*t)  # type: ignore[misc]
         return calls
 
     def _linear(self, *tiling: int) -> None:
-        self.kernels.linear_8bit(self.x, *self.quantized[self._next()], self.out, *tiling)
+        weight, scale = self.quantized[self._next()]
+        self.kernels.linear(self.x, weight, self.out, *tiling, scale=scale)
 
     def _gated(self, *tiling: int) -> None:
         weight, scale = self.quantized[self._next()]

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from tiers import fast
@@ -20,6 +21,7 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.rollout_scope import ROLLOUTS
 from tastemaker.models.nets.cuda_graph_decoder import CudaGraphDecoder, DecodeKernels, DecoderPool, TorchKernels
+from tastemaker.models.nets.decode_weights import SQUARES_GROUP, InputNorm
 from tastemaker.models.nets.gpt import GPT, GPTConfig
 from tastemaker.models.nets.token_decoder import DecodeRequest, StaticKVCacheDecoder, prefill
 
@@ -103,12 +105,19 @@ def decode_all(decoder: StaticKVCacheDecoder | CudaGraphDecoder, length: int) ->
     return decoder.ids, decoder.log_prob
 
 
-def available_kernels() -> dict[str, DecodeKernels]:
-    if not INTERPRETED:
-        return {"torch": TorchKernels()}
-    from tastemaker.models.nets import decode_kernels
+class FusedTorchKernels(TorchKernels):
+    """Norms as parts of products, as Triton has them for few rows."""
 
-    return {"torch": TorchKernels(), "triton": decode_kernels}
+    MAX_FUSED_ROWS = 32
+
+
+def available_kernels() -> dict[str, DecodeKernels]:
+    kernels: dict[str, DecodeKernels] = {"torch": TorchKernels(), "fused": FusedTorchKernels()}
+    if INTERPRETED:
+        from tastemaker.models.nets import decode_kernels
+
+        kernels["triton"] = decode_kernels
+    return kernels
 
 
 @pytest.fixture(params=["eager", *available_kernels()])
@@ -310,13 +319,66 @@ def test_8bit_product_multiplies_the_expanded_weight(kind: Kind, kernels: str, s
     numbers, scale = quantize_rows(weight * torch.logspace(-2, 2, 2 * height)[:, None], kind)
     exact = x.double() @ (numbers.double() * scale.double()).t()
     out, chosen = torch.empty(rows, 2 * height), available_kernels()[kernels]
-    chosen.linear_8bit(x, numbers, scale, out)
+    chosen.linear(x, numbers, out, scale=scale)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-6 * exact.abs().max().item())
-    if chosen.MAX_GATED_ROWS:
-        gated, (first, second) = torch.empty(rows, height), exact.chunk(2, 1)
-        chosen.gated_linear(x, numbers, gated, scale=scale)
-        expected = nn.functional.silu(first) * second
-        torch.testing.assert_close(gated.double(), expected, rtol=1e-3, atol=1e-6 * expected.abs().max().item())
+    gated, (first, second) = torch.empty(rows, height), exact.chunk(2, 1)
+    chosen.gated_linear(x, numbers, gated, scale=scale)
+    expected = nn.functional.silu(first) * second
+    torch.testing.assert_close(gated.double(), expected, rtol=1e-3, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kernels", available_kernels())
+@pytest.mark.parametrize("shape", [(3, 96, 40), (20, 600, 200)])
+def test_products_add_to_the_residual_stream_and_normalize_it(kernels: str, shape: tuple[int, int, int]) -> None:
+    """The input of the second product is the norm of what the first one wrote."""
+    rows, width, height = shape
+    generator = torch.Generator().manual_seed(0)
+    h, x = torch.randn(rows, height, generator=generator), torch.randn(rows, width, generator=generator)
+    first = torch.randn(height, width, generator=generator)
+    second = torch.randn(2 * width, height, generator=generator)
+    weight, chosen = torch.rand(height, generator=generator), available_kernels()[kernels]
+    added, squares = h.clone(), torch.full((rows, -(-height // SQUARES_GROUP)), torch.nan)
+    chosen.add_linear(x, first, added, squares)
+    expected = h.double() + x.double() @ first.double().t()
+    torch.testing.assert_close(added.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(squares.sum(1).double(), expected.square().sum(1), rtol=1e-4, atol=0.0)
+    out, gated, norm = torch.empty(rows, 2 * width), torch.empty(rows, width), InputNorm(weight, squares, 1e-5)
+    chosen.linear(added, second, out, norm=norm)
+    chosen.gated_linear(added, second, gated, norm=norm)
+    normed = nn.functional.rms_norm(expected, (height,), eps=1e-5) * weight.double()
+    expected = normed @ second.double().t()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-3)
+    values, factors = expected.chunk(2, 1)
+    torch.testing.assert_close(gated.double(), nn.functional.silu(values) * factors, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("kernels", available_kernels())
+def test_embedding_advances_the_position(kernels: str) -> None:
+    embeddings, ids = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)), torch.tensor([8, 0, 3])
+    position, h, squares = torch.tensor([6], dtype=torch.int32), torch.empty(3, 40), torch.empty(3, 3)
+    available_kernels()[kernels].embed(embeddings, ids, position, h, squares)
+    assert position.item() == 7 and torch.equal(h, embeddings[ids])
+    torch.testing.assert_close(squares.sum(1), embeddings[ids].square().sum(1))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton's kernels need a GPU or its interpreter")
+def test_sampling_kernel_keeps_the_top_k() -> None:
+    """Equal logits at the bound are all kept, and tokens and log-probabilities are those of the sampler."""
+    from tastemaker.models.nets import decode_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    plain = 3 * torch.randn(6, 300, generator=generator)
+    tied = torch.randint(-2, 3, (6, 300), generator=generator).float()
+    tail = torch.cat([plain[:, :290] * 1e-30, 1e6 * plain[:, 290:]], 1)
+    for logits, top_k in ((plain, 20), (plain, 1), (plain, 299), (tied, 20), (tail, 100), (-tail.exp(), 7)):
+        uniform = torch.rand(6, 1, generator=generator)
+        ids, log_prob = torch.zeros(6, 1, dtype=torch.long), torch.zeros(6, 1)
+        state = (uniform, ids, log_prob, torch.zeros(6, dtype=torch.long), torch.zeros(1, dtype=torch.int32))
+        with numpy.errstate(all="ignore"):  # some logits are infinite
+            decode_kernels.sample(logits, *state, prefix=1, scale=None, rescale=False, temperature=1.0, top_k=top_k)
+        expected = TokenSampler(1.0, top_k).sample(logits, uniform[:, 0])
+        assert torch.equal(ids[:, 0], expected[0]), top_k
+        torch.testing.assert_close(log_prob[:, 0], expected[1], rtol=1e-4, atol=1e-4)
 
 
 def test_networks_with_other_embeddings_are_refused() -> None:

@@ -19,7 +19,7 @@ from ...core.policy import TokenDecoder
 from ...core.quantization import Kind
 from ...core.registry import ConfigError
 from ...core.rollout_scope import ROLLOUTS
-from .decode_weights import DecodeMatrix, DecodeWeights
+from .decode_weights import SQUARES_GROUP, DecodeMatrix, DecodeWeights, InputNorm
 from .gpt import GPT, KVCache, RMSNorm, apply_rotary_emb, compute_dtype, is_sharded
 from .token_decoder import (
     DecodeRequest,
@@ -40,12 +40,21 @@ class DecodeKernels(Protocol):
     """The operations of a decoding step between its matrix products; all write into given buffers."""
 
     MAX_SAMPLED_CODES: int  # largest codebook that `sample` takes
-    MAX_GATED_ROWS: int  # most rows for which `gated_linear` is faster than a product followed by `gate`
+    MAX_LINEAR_ROWS: int  # most rows for which `linear` and `gated_linear` are faster than `torch.mm`
+    MAX_FUSED_ROWS: int  # most rows for which norms are part of products
 
+    def embed(self, embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None: ...
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
     def gate(self, both: Tensor, out: Tensor) -> None: ...
-    def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None: ...
-    def linear_8bit(self, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None: ...
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None, norm: InputNorm | None = None
+    ) -> None: ...
+    def linear(
+        self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None, norm: InputNorm | None = None
+    ) -> None: ...
+    def add_linear(
+        self, x: Tensor, weight: Tensor, h: Tensor, squares: Tensor, *, scale: Tensor | None = None
+    ) -> None: ...
     def attend(
         self,
         qkv: Tensor,
@@ -80,7 +89,13 @@ class TorchKernels:
     The position is a tensor on the device, so that a graph can be captured; attention therefore covers the whole cache.
     """
 
-    MAX_SAMPLED_CODES = MAX_GATED_ROWS = 0  # neither fusion is faster here
+    MAX_SAMPLED_CODES = MAX_LINEAR_ROWS = MAX_FUSED_ROWS = 0  # no fusion is faster here
+
+    def embed(self, embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None:
+        """Write the embeddings of the ids [R] and their sums of squares, and advance the position."""
+        torch.index_select(embeddings, 0, ids, out=h)
+        squares.copy_(sum_squares(h))
+        position.add_(1)
 
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
         """Add `delta` to the residual stream [R, D] and write its RMS norm."""
@@ -93,14 +108,30 @@ class TorchKernels:
         first, second = both.chunk(2, 1)
         torch.mul(F.silu(first), second, out=out)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
-        raise NotImplementedError(
-            "gated_linear is not implemented for this kernel; use a matrix product and `gate` [TM478]"
-        )
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None, norm: InputNorm | None = None
+    ) -> None:
+        """silu(x w1) * (x w3) of x [R, D], with w1 above w3 in one matrix [2 F, D]."""
+        both = out.new_empty(len(x), len(weight))
+        self.linear(x, weight, both, scale=scale, norm=norm)
+        self.gate(both, out)
 
-    def linear_8bit(self, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor) -> None:
-        """x W^T of x [R, K], for W [M, K] of 8-bit numbers with a scale per row [M, 1]; sums are fp32."""
-        out.copy_((x.float() @ weight.float().t()) * scale.t())
+    def linear(
+        self, x: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None, norm: InputNorm | None = None
+    ) -> None:
+        """x W^T of x [R, K] and W [M, K]; with a scale per row of W [M, 1], its numbers have 8 bits. Sums are fp32."""
+        if norm is not None:
+            rms = (norm.squares.sum(1, keepdim=True) / x.shape[1] + norm.eps).sqrt()
+            x = ((x.float() / rms).to(x.dtype) * norm.weight).to(out.dtype)
+        product = x.float() @ weight.float().t()
+        out.copy_(product if scale is None else product * scale.t())
+
+    def add_linear(self, x: Tensor, weight: Tensor, h: Tensor, squares: Tensor, *, scale: Tensor | None = None) -> None:
+        """Add x W^T to the residual stream [R, D], and write its sums of squares."""
+        product = x.new_empty(h.shape)
+        self.linear(x, weight, product, scale=scale)
+        h.add_(product)
+        squares.copy_(sum_squares(h))
 
     def attend(
         self,
@@ -133,6 +164,12 @@ class TorchKernels:
         raise NotImplementedError("sample is not implemented for this kernel; use the sampler itself [TM479]")
 
 
+def sum_squares(h: Tensor) -> Tensor:
+    """Sums of squares [R, D / SQUARES_GROUP] of groups of channels of the residual stream [R, D], in fp32."""
+    padded = F.pad(h.float(), (0, -h.shape[1] % SQUARES_GROUP))
+    return padded.square().reshape(len(h), -1, SQUARES_GROUP).sum(2)
+
+
 def fastest_kernels(device: torch.device) -> DecodeKernels:
     """The Triton kernels on GPUs where Triton is installed."""
     if device.type != "cuda" or find_spec("triton") is None:
@@ -157,7 +194,8 @@ class DecodeGraphRunner:
         self.uniform, self.log_prob = torch.zeros_like(request.uniform), torch.zeros_like(request.uniform)
         self.ids = torch.zeros_like(request.uniform, dtype=torch.long)
         self.last = torch.zeros(rows, dtype=torch.long, device=device)
-        self.position = torch.full((1,), config.prefix_length, dtype=torch.int32, device=device)
+        # Of the last token that was read; a step starts by advancing it.
+        self.position = torch.full((1,), config.prefix_length - 1, dtype=torch.int32, device=device)
         self.prefix_mask = None if request.prefix_mask is None else request.prefix_mask.to(torch.uint8).clone()
         self.rotary_factors = net.rotary_factors.to(device)
         num_heads = config.heads + 2 * (config.kv_heads or config.heads)
@@ -171,6 +209,7 @@ class DecodeGraphRunner:
             config.codebook_size,  # logits
         )
         self.residual = torch.empty(rows, config.width, dtype=self.weights.embeddings.dtype, device=device)
+        self.squares = torch.empty(rows, -(-config.width // SQUARES_GROUP), device=device)  # sums, of the residual
         self.scratch = [torch.empty(rows, width, dtype=dtype, device=device) for width in widths]
         self.graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
         self.user: weakref.ref[CudaGraphDecoder] | None = None
@@ -194,7 +233,7 @@ class DecodeGraphRunner:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step(*mode)
             self.graphs[mode] = graph
-            self.position.fill_(self.net.config.prefix_length)
+            self.position.fill_(self.net.config.prefix_length - 1)
 
     @torch.no_grad()
     def replay(self, mode: tuple[bool, bool]) -> None:
@@ -208,21 +247,39 @@ class DecodeGraphRunner:
         rows = len(self.last) if unconditional else self.batch_size
         with torch.autocast(self.position.device.type, enabled=False):
             scratch = [buffer[:rows] for buffer in self.scratch]
-            self._sample(self._forward(self.residual[:rows], self.last[:rows], scratch), guided)
-            self.position.add_(1)
+            h, squares = self.residual[:rows], self.squares[:rows]
+            self.kernels.embed(self.weights.embeddings, self.last[:rows], self.position, h, squares)
+            fused = rows <= self.kernels.MAX_FUSED_ROWS
+            logits = self._forward_fused(h, squares, scratch) if fused else self._forward(h, scratch)
+            self._sample(logits, guided)
 
-    def _forward(self, h: Tensor, ids: Tensor, scratch: list[Tensor]) -> Tensor:
-        kernels, weights, heads, eps = self.kernels, self.weights, self.net.config.heads, self.net.norm.eps
+    def _forward_fused(self, h: Tensor, squares: Tensor, scratch: list[Tensor]) -> Tensor:
+        """Logits of embeddings [R, D], with additions and norms in the products around them."""
+        kernels, weights, eps = self.kernels, self.weights, self.net.norm.eps
+        _, qkv, mixed, _, _, hidden, logits = scratch
+        for i, layer in enumerate(weights.layers):
+            norm = InputNorm(layer.attention_norm, squares, eps)
+            kernels.linear(h, layer.wqkv.weight, qkv, scale=layer.wqkv.scale, norm=norm)
+            self._attend(qkv, i, mixed)
+            kernels.add_linear(mixed, layer.wo.weight, h, squares, scale=layer.wo.scale)
+            norm = InputNorm(layer.ffn_norm, squares, eps)
+            kernels.gated_linear(h, layer.w13.weight, hidden, scale=layer.w13.scale, norm=norm)
+            kernels.add_linear(hidden, layer.w2.weight, h, squares, scale=layer.w2.scale)
+        kernels.linear(h, weights.output.weight, logits, norm=InputNorm(weights.norm, squares, eps))
+        return logits
+
+    def _forward(self, h: Tensor, scratch: list[Tensor]) -> Tensor:
+        """Logits of embeddings [R, D], with kernels for additions and norms."""
+        kernels, weights, eps = self.kernels, self.weights, self.net.norm.eps
         normed, qkv, mixed, out, w13, hidden, logits = scratch
-        torch.index_select(weights.embeddings, 0, ids, out=h)
         delta = None
         for i, layer in enumerate(weights.layers):
             kernels.add_norm(h, delta, layer.attention_norm, normed, eps)
             self._multiply(normed, layer.wqkv, qkv)
-            kernels.attend(qkv, self.cache, i, self.prefix_mask, self.rotary_factors, self.position, mixed, heads)
+            self._attend(qkv, i, mixed)
             self._multiply(mixed, layer.wo, out)
             kernels.add_norm(h, out, layer.ffn_norm, normed, eps)
-            if len(h) <= kernels.MAX_GATED_ROWS:
+            if len(h) <= kernels.MAX_LINEAR_ROWS:
                 kernels.gated_linear(normed, layer.w13.weight, hidden, scale=layer.w13.scale)
             else:
                 self._multiply(normed, layer.w13, w13)
@@ -231,10 +288,14 @@ class DecodeGraphRunner:
         kernels.add_norm(h, delta, weights.norm, normed, eps)
         return self._multiply(normed, weights.output, logits)
 
+    def _attend(self, qkv: Tensor, layer: int, out: Tensor) -> None:
+        factors, heads = self.rotary_factors, self.net.config.heads
+        self.kernels.attend(qkv, self.cache, layer, self.prefix_mask, factors, self.position, out, heads)
+
     def _multiply(self, x: Tensor, matrix: DecodeMatrix, out: Tensor) -> Tensor:
-        if matrix.scale is None:
+        if matrix.scale is None and len(x) > self.kernels.MAX_LINEAR_ROWS:
             return torch.mm(x, matrix.weight.t(), out=out)
-        self.kernels.linear_8bit(x, matrix.weight, matrix.scale, out)
+        self.kernels.linear(x, matrix.weight, out, scale=matrix.scale)
         return out
 
     def _sample(self, logits: Tensor, guided: bool) -> None:
@@ -262,7 +323,7 @@ class DecodeGraphRunner:
         self.uniform.copy_(request.uniform)
         self.ids.zero_()
         self.log_prob.zero_()
-        self.position.fill_(self.net.config.prefix_length)
+        self.position.fill_(self.net.config.prefix_length - 1)
         if self.prefix_mask is not None and request.prefix_mask is not None:
             self.prefix_mask.copy_(request.prefix_mask)
 

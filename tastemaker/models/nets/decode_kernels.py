@@ -1,20 +1,26 @@
-"""Triton kernels of a decoding step (norm, gate, 8-bit products, attention, sampling); usable inside CUDA graphs.
+"""Triton kernels of a decoding step (norm, products of few rows, attention, sampling); usable inside CUDA graphs.
 
-The module implements `cuda_graph_decoder.DecodeKernels`. Triton comes with PyTorch for GPUs.
+The module implements `cuda_graph_decoder.DecodeKernels`; its products are those of `decode_products`. Triton comes with
+PyTorch for GPUs.
 """
 # mypy: ignore-errors
 # Kernels are not Python to a type checker: pointers are added to, and every number may be a tensor.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_products import add_linear, embed, gated_linear, linear
+
+__all__ = ["MAX_FUSED_ROWS", "MAX_LINEAR_ROWS", "MAX_SAMPLED_CODES", "add_linear", "add_norm", "attend", "embed"]
+__all__ += ["gate", "gated_linear", "linear", "sample"]
+
 MAX_SAMPLED_CODES = 32768  # largest codebook that one program samples from
-MAX_GATED_ROWS = 32  # most rows for which `gated_linear` is faster than a product and `gate`
-STAGES, TILE, WARPS = 3, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
+MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are faster than products by cuBLAS
+MAX_FUSED_ROWS = 32  # most rows for which norms are part of products
+STAGES, TILE, WARPS = 2, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
 
 
 @triton.jit
@@ -60,95 +66,6 @@ def gate(both: Tensor, out: Tensor) -> None:
     _gate[(len(out), triton.cdiv(out.shape[1], 1024))](both, out, out.shape[1], 1024, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _gated_linear(
-    x, weight, scale, out, rows, width, hidden,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    SCALED: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    deep = tl.arange(0, DEEP)
-    first, second = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
-    for at in tl.range(0, width, DEEP, num_stages=STAGES):
-        valid = (at + deep) < width
-        given = tl.load(
-            x + row[:, None] * width + at + deep[None, :], (row < rows)[:, None] & valid[None, :], other=0.0
-        )
-        own = weight + column[None, :].to(tl.int64) * width + at + deep[:, None]
-        inside = (column < hidden)[None, :] & valid[:, None]
-        # 8-bit numbers become 16-bit ones without rounding.
-        first = tl.dot(given, tl.load(own, inside, other=0.0).to(given.dtype), first, input_precision=rounding)
-        own += hidden.to(tl.int64) * width
-        second = tl.dot(given, tl.load(own, inside, other=0.0).to(given.dtype), second, input_precision=rounding)
-    if SCALED:
-        first *= tl.load(scale + column, column < hidden, other=0.0)[None, :]
-        second *= tl.load(scale + hidden + column, column < hidden, other=0.0)[None, :]
-    # Rounds where the products and the gate of the network round.
-    first = first.to(out.dtype.element_ty).to(tl.float32)
-    gate = (first / (1 + tl.exp(-first))).to(out.dtype.element_ty).to(tl.float32)
-    result = gate * second.to(out.dtype.element_ty).to(tl.float32)
-    inside = (row < rows)[:, None] & (column < hidden)[None, :]
-    tl.store(out + row[:, None] * hidden + column[None, :], result.to(out.dtype.element_ty), inside)
-
-
-def gated_linear(
-    x: Tensor, weight: Tensor, out: Tensor, columns: int = 0, deep: int = 128, stages: int = 4,
-    *, scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """silu(x w1) * (x w3) of x [R, D], with w1 above w3 in one matrix [2 F, D]; for few rows.
-
-    With a `scale` per row of the matrix [2 F, 1], its numbers have 8 bits.
-    """
-    columns = columns or (16 if out.shape[1] <= 4096 else 32)  # enough programs for all multiprocessors
-    rows, exact = triton.next_power_of_2(max(min(len(x), 64), 16)), x.dtype == torch.float32
-    grid = triton.cdiv(out.shape[1], columns), triton.cdiv(len(x), rows)
-    _gated_linear[grid](
-        x, weight, weight if scale is None else scale, out, len(x), x.shape[1], out.shape[1],
-        rows, columns, deep, stages, exact, scale is not None, num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _linear_8bit(
-    x, weight, scale, out, rows, width, height,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    deep = tl.arange(0, DEEP)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    rounding: tl.constexpr = "ieee" if EXACT else "tf32"
-    for at in tl.range(0, width, DEEP, num_stages=STAGES):
-        valid = (at + deep) < width
-        given = tl.load(
-            x + row[:, None] * width + at + deep[None, :], (row < rows)[:, None] & valid[None, :], other=0.0
-        )
-        own = weight + column[None, :].to(tl.int64) * width + at + deep[:, None]
-        numbers = tl.load(own, (column < height)[None, :] & valid[:, None], other=0.0)
-        # 8-bit numbers become 16-bit ones without rounding.
-        total = tl.dot(given, numbers.to(given.dtype), total, input_precision=rounding)
-    total *= tl.load(scale + column, column < height, other=0.0)[None, :]
-    inside = (row < rows)[:, None] & (column < height)[None, :]
-    tl.store(out + row[:, None] * height + column[None, :], total.to(out.dtype.element_ty), inside)
-
-
-def linear_8bit(
-    x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, columns: int = 0, deep: int = 0, stages: int = 4
-) -> None:
-    """x W^T of x [R, K], for W [M, K] of 8-bit numbers with a scale per row [M, 1]; sums are fp32."""
-    columns = columns or (16 if len(weight) <= 4096 else 32)  # enough programs for all multiprocessors
-    rows = triton.next_power_of_2(max(min(len(x), 128), 16))
-    deep = deep or (256 if rows <= 32 else 128)  # enough bytes on their way, in the shared memory that there is
-    stages = stages if rows <= 64 else min(stages, 2)
-    grid = triton.cdiv(len(weight), columns), triton.cdiv(len(x), rows)
-    _linear_8bit[grid](
-        x, weight, scale, out, len(x), x.shape[1], len(weight),
-        rows, columns, deep, stages, x.dtype == torch.float32, num_warps=4,
-    )  # fmt: skip
-
-
 @triton.jit
 def _rotate(row, first, cosine, sine, at, valid):
     """One head of a row with its pairs of channels rotated, rounded as it would be in memory."""
@@ -162,7 +79,16 @@ def _online_softmax(maximum, total, mixed, score, value):
     """Add one score and value to the running softmax of every slot."""
     new_maximum = tl.maximum(maximum, score)
     decay, weight = tl.exp(maximum - new_maximum), tl.exp(score - new_maximum)
-    return new_maximum, total * decay + weight, mixed * decay[:, None] + weight[:, None] * value
+    return new_maximum, total * decay + weight, mixed * decay[:, None] + weight[:, None] * value.to(tl.float32)
+
+
+@triton.jit
+def _score(key, q, scale, read, now, prefix_mask, prefix, MASKED: tl.constexpr):
+    """Scores of some positions, -inf for those that are not attended to."""
+    seen = read < now
+    if MASKED:
+        seen = seen & (tl.load(prefix_mask + read, read < prefix, other=1) != 0)
+    return tl.where(seen, tl.sum(key.to(tl.float32) * q[None, :], 1) * scale, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["layer", "cache_rows"])
@@ -176,37 +102,36 @@ def _attend(
     group: tl.constexpr = HEADS // KV
     own = head // group
     now = tl.load(position)
-    at = tl.arange(0, AT)
+    at, slot = tl.arange(0, AT), tl.arange(0, BLOCK)
     valid = at < HEAD
+    keys = cache + (layer * 2 * cache_rows + row * KV + own) * room * STRIDE
+    values = keys + cache_rows.to(tl.int64) * room * STRIDE
+    prefix_mask += row * prefix
+    tile = slot[:, None] * STRIDE + at[None, :]
     cosine = tl.load(factors + now * HEAD + at, valid, other=0.0)
     sine = tl.load(factors + (positions + now) * HEAD + at, valid, other=0.0)
     start = qkv + row * ((HEADS + 2 * KV) * HEAD)
+    v = tl.load(start + (HEADS + KV + own) * HEAD + at, valid, other=0.0)
     q = _rotate(start, head * HEAD, cosine, sine, at, valid)
     k = _rotate(start, (HEADS + own) * HEAD, cosine, sine, at, valid)
-    v = tl.load(start + (HEADS + KV + own) * HEAD + at, valid, other=0.0)
-    keys = cache + (layer * 2 * cache_rows + row * KV + own) * room * STRIDE
-    values = keys + cache_rows.to(tl.int64) * room * STRIDE
-    if head % group == 0:
-        tl.store(keys + now * STRIDE + at, k.to(cache.dtype.element_ty), at < STRIDE)
-        tl.store(values + now * STRIDE + at, v.to(cache.dtype.element_ty), at < STRIDE)
     # Every slot of a tile keeps its own running softmax, so that warps do not wait for each other in the loop.
-    slot = tl.arange(0, BLOCK)
-    maximum = tl.zeros([BLOCK], tl.float32) + tl.sum(q * k) * scale
-    total = tl.where(slot == 0, 1.0, 0.0)
-    mixed = tl.where(slot[:, None] == 0, v.to(tl.float32)[None, :], 0.0)
+    maximum = tl.full([BLOCK], -1e30, tl.float32)  # finite, because a slot may see nothing
+    total, mixed = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, AT], tl.float32)
     for first in tl.range(0, now, BLOCK, num_stages=STAGES):
         read = first + slot
         inside = (read < now)[:, None] & (at < STRIDE)[None, :]
-        past = tl.load(keys + read[:, None] * STRIDE + at[None, :], inside, other=0.0)
-        value = tl.load(values + read[:, None] * STRIDE + at[None, :], inside, other=0.0)
-        score = tl.sum(past.to(tl.float32) * q[None, :], 1) * scale
-        seen = read < now
-        if MASKED:
-            seen = seen & (tl.load(prefix_mask + row * prefix + read, read < prefix, other=1) != 0)
-        score = tl.where(seen, score, float("-inf"))
-        maximum, total, mixed = _online_softmax(maximum, total, mixed, score, value.to(tl.float32))
-    decay = tl.exp(maximum - tl.max(maximum))
-    result = tl.sum(mixed * decay[:, None], 0) / tl.sum(total * decay)
+        key = tl.load(keys + first * STRIDE + tile, inside, other=0.0)
+        value = tl.load(values + first * STRIDE + tile, inside, other=0.0)
+        score = _score(key, q, scale, read, now, prefix_mask, prefix, MASKED)
+        maximum, total, mixed = _online_softmax(maximum, total, mixed, score, value)
+    if head % group == 0:
+        tl.store(keys + now * STRIDE + at, k.to(cache.dtype.element_ty), at < STRIDE)
+        tl.store(values + now * STRIDE + at, v.to(cache.dtype.element_ty), at < STRIDE)
+    score = tl.sum(q * k) * scale  # of the new position
+    largest = tl.maximum(tl.max(maximum), score)
+    decay, weight = tl.exp(maximum - largest), tl.exp(score - largest)
+    result = tl.sum(mixed * decay[:, None], 0) + weight * v.to(tl.float32)
+    result = result / (tl.sum(total * decay) + weight)
     tl.store(out + (row * HEADS + head) * HEAD + at, result.to(out.dtype.element_ty), valid)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,16 @@ from torch import Tensor, nn
 from ...core.quantization import DTYPES, Kind, quantize_rows
 from .gpt import GPT
 from .token_decoder import transformer_blocks
+
+SQUARES_GROUP = 16  # channels of the residual stream whose squares are summed by one program
+
+
+class InputNorm(NamedTuple):
+    """The RMS norm of the input of a matrix product."""
+
+    weight: Tensor  # [D]
+    squares: Tensor  # [R, D / SQUARES_GROUP] sums of squares of groups of channels, in fp32
+    eps: float
 
 
 @dataclass(frozen=True)
