@@ -154,7 +154,7 @@ class Product:
         }
         for tiling in tilings:
             calls[f"8 bits {tiling or ''}"] = lambda t=tiling: self._linear(*t)  # type: ignore[misc]
-        if gated and len(self.x) <= self.kernels.MAX_LINEAR_ROWS:
+        if gated and len(self.x) <= self.kernels.MAX_GATED_ROWS:
             for tiling in [(), *GATED_TILINGS]:
                 calls[f"8 bits with gate {tiling or ''}"] = lambda t=tiling: self._gated(*t)  # type: ignore[misc]
         return calls

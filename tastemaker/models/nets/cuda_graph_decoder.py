@@ -40,8 +40,8 @@ class DecodeKernels(Protocol):
     """The operations of a decoding step between its matrix products; all write into given buffers."""
 
     MAX_SAMPLED_CODES: int  # largest codebook that `sample` takes
-    MAX_LINEAR_ROWS: int  # most rows for which `linear` and `gated_linear` are faster than `torch.mm`
-    MAX_FUSED_ROWS: int  # most rows for which norms are part of products
+    MAX_GATED_ROWS: int  # most rows for which `gated_linear` is faster than a product followed by `gate`
+    MAX_FUSED_ROWS: int  # most rows for which norms and additions are part of products
 
     def embed(self, embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None: ...
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
@@ -89,7 +89,7 @@ class TorchKernels:
     The position is a tensor on the device, so that a graph can be captured; attention therefore covers the whole cache.
     """
 
-    MAX_SAMPLED_CODES = MAX_LINEAR_ROWS = MAX_FUSED_ROWS = 0  # no fusion is faster here
+    MAX_SAMPLED_CODES = MAX_GATED_ROWS = MAX_FUSED_ROWS = 0  # no fusion is faster here
 
     def embed(self, embeddings: Tensor, ids: Tensor, position: Tensor, h: Tensor, squares: Tensor) -> None:
         """Write the embeddings of the ids [R] and their sums of squares, and advance the position."""
@@ -279,7 +279,7 @@ class DecodeGraphRunner:
             self._attend(qkv, i, mixed)
             self._multiply(mixed, layer.wo, out)
             kernels.add_norm(h, out, layer.ffn_norm, normed, eps)
-            if len(h) <= kernels.MAX_LINEAR_ROWS:
+            if len(h) <= kernels.MAX_GATED_ROWS:
                 kernels.gated_linear(normed, layer.w13.weight, hidden, scale=layer.w13.scale)
             else:
                 self._multiply(normed, layer.w13, w13)
@@ -293,7 +293,7 @@ class DecodeGraphRunner:
         self.kernels.attend(qkv, self.cache, layer, self.prefix_mask, factors, self.position, out, heads)
 
     def _multiply(self, x: Tensor, matrix: DecodeMatrix, out: Tensor) -> Tensor:
-        if matrix.scale is None and len(x) > self.kernels.MAX_LINEAR_ROWS:
+        if matrix.scale is None:
             return torch.mm(x, matrix.weight.t(), out=out)
         self.kernels.linear(x, matrix.weight, out, scale=matrix.scale)
         return out

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .decode_products import add_linear, embed, gated_linear, linear
 
-__all__ = ["MAX_FUSED_ROWS", "MAX_LINEAR_ROWS", "MAX_SAMPLED_CODES", "add_linear", "add_norm", "attend", "embed"]
+__all__ = ["MAX_FUSED_ROWS", "MAX_GATED_ROWS", "MAX_SAMPLED_CODES", "add_linear", "add_norm", "attend", "embed"]
 __all__ += ["gate", "gated_linear", "linear", "sample"]
 
 MAX_SAMPLED_CODES = 32768  # largest codebook that one program samples from
-MAX_LINEAR_ROWS = 32  # most rows for which `linear` and `gated_linear` are faster than products by cuBLAS
-MAX_FUSED_ROWS = 32  # most rows for which norms are part of products
+MAX_GATED_ROWS = 32  # most rows for which `gated_linear` is faster than a product and `gate`
+MAX_FUSED_ROWS = 16  # most rows for which norms and additions in products were measured, and are faster
 STAGES, TILE, WARPS = 2, 4096, 4  # of attention: tiles of keys in flight, elements per tile, warps per program
 
 
