@@ -11,6 +11,8 @@ from diffusers.models import attention_processor
 from tastemaker.models.nets import wide_head_attention as module
 from tastemaker.models.nets.wide_head_attention import WideHeadProcessor, speed_up_wide_heads, wide_head_attention
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @pytest.mark.parametrize("max_scores", [1 << 25, 100])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
@@ -19,7 +21,7 @@ def test_gradient_is_that_of_attention(
 ) -> None:
     monkeypatch.setattr(module, "MAX_SCORES", max_scores)
     torch.manual_seed(0)
-    inputs, grad = [torch.randn(2, 3, 17, 24).to(dtype) for _ in range(3)], torch.randn(2, 3, 17, 24).to(dtype)
+    *inputs, grad = (torch.randn(2, 3, 17, 24, device=DEVICE).to(dtype) for _ in range(4))
     exact = [x.double().requires_grad_() for x in inputs]
     F.scaled_dot_product_attention(*exact).backward(grad.double())
     leaves = [x.clone().requires_grad_() for x in inputs]
