@@ -6,13 +6,15 @@ decoder took with its gradient, at 720x720 on an H200. Here it is computed with 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from diffusers.models.attention_processor import Attention
 
 MAX_FUSED_HEAD = 256  # channels of a head, in the kernels whose gradients are fast
 MAX_SCORES = 1 << 25  # of queries and keys, at once: 128 MiB in float32
@@ -97,6 +99,8 @@ class WideHeadProcessor:
 
 def speed_up_wide_heads(net: nn.Module) -> None:
     """Let attention layers of diffusers with wide heads use the faster gradient."""
+    from diffusers.models.attention_processor import Attention  # a large library, which loading a network has imported
+
     for module in net.modules():
         if isinstance(module, Attention) and module.inner_dim // module.heads > MAX_FUSED_HEAD:
             module.set_processor(WideHeadProcessor(module.processor))  # type: ignore[arg-type]
