@@ -19,8 +19,8 @@ the update takes at most 1.15 - (n + 1) / n of the longer one: 0.07 of it with 1
 the schedule; `hidden` says which part of the shorter one of sampling and judging the overlap has saved.
 
 Other steps, which are not timed, compare weights to the bit: those of overlapped steps and those of two serial runs.
-They use `engine.deterministic`, because on a GPU the backward pass of flash attention adds up in any order, so that not
-even two serial runs end with the same weights. Sections that would begin after --minutes are left out.
+They use `engine.deterministic`, because on a GPU some kernels add up in any order, so that not even two serial runs end
+with the same weights. Sections that would begin after --minutes are left out.
 """
 
 from __future__ import annotations

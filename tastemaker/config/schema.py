@@ -69,7 +69,7 @@ class EngineConfig:
     compile: bool = False  # torch.compile, block by block for large networks: slow start, then faster
     cuda_graphs: bool = False  # capture and replay calls without gradient; faster for small networks
     overlap_rewards: Literal["auto", "always", "never"] = "auto"  # score while sampling; auto: if on other devices
-    deterministic: bool = False  # kernels that give the same result every time, some of which are slower on a GPU
+    deterministic: bool = False  # PyTorch's deterministic kernels, where it has them; on a GPU some are slower
 
 
 @dataclass(frozen=True)

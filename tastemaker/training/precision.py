@@ -137,9 +137,9 @@ def compute_settings(config: EngineConfig, device: torch.device) -> Iterator[Non
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Use kernels that repeat to the bit within the block; PyTorch warns of operations that have none.
+    """Use kernels that repeat to the bit within the block, where PyTorch has them; it warns of operations without.
 
-    Without them the backward pass of flash attention on a GPU, for one, adds up in another order every time.
+    Fused attention is one of those: the kernels stay, and gradients of long sequences may differ in the last bit.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
