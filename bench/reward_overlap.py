@@ -8,7 +8,7 @@
 The artificial judge is on the host and takes as long for a rollout batch as the sampler, as a remote judge would. `hps`
 is a CLIP ViT-H/14 and `vlm` a judge of 7B parameters, both with random weights on the sampler's device, where they
 compete with it. For them the number of sampling steps is raised until sampling takes about as long as judging, and both
-times are those of a serial step, in which the judge's calls are timed.
+times are those of the serial step that warms up, in which the judge's calls are timed.
 
 Two ratios to the longer one of sampling and judging are printed: that of the rollout, which is the step without its
 update, and that of the whole step. With n rollout batches no schedule has a rollout below (n + 1) / n, because the last

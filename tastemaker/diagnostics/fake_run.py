@@ -40,8 +40,8 @@ from ..core.types import (
 )
 from ..core.weights import FrozenCopyWeights, Weights
 from ..data.joint import JointData
-from ..models.lending import visiting_bytes
 from ..models.nets.gpt import GPT
+from ..models.sequential_offload import max_device_bytes
 from ..models.showo.model import ShowoSpec
 from ..objectives.distill import Distillation
 from ..objectives.reward_gradient import RewardGradient
@@ -77,7 +77,7 @@ class Measurement:
     block_parameters: tuple[int, ...]  # of each block that FSDP gathers by itself
     num_checkpoints: int  # of blocks that activation checkpointing can recompute
     frozen_bytes: float  # autoencoder, and text encoders that train
-    encoder_bytes: float  # most that is there of an encoder, whose layers visit the GPU to embed prompts
+    encoder_bytes: float  # most of an encoder that is on the GPU at once while it embeds prompts
     kv_cache_bytes: float  # with weights copied for decoding; stays while the network learns
     collect_bytes: float  # peak of `collect`
     update_bytes: float  # peak of `loss` and backward
@@ -133,7 +133,7 @@ def measure(config: RunConfig, world: int = 1) -> Measurement:
             block_parameters=tuple(map(_count_parameters, activation_memory.repeated_blocks(weights.net))),
             num_checkpoints=len(activation_memory.checkpoint_units(weights.net)),
             frozen_bytes=count_bytes(frozen),
-            encoder_bytes=max(map(visiting_bytes, encoders), default=0),
+            encoder_bytes=max(map(max_device_bytes, encoders), default=0),
             kv_cache_bytes=count_bytes(cache),
             collect_bytes=collect_bytes - count_bytes(cache),
             update_bytes=update_bytes,

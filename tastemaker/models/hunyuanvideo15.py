@@ -14,9 +14,9 @@ from torch import Tensor
 from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
 from .component_configs import ComponentConfigs
-from .lending import temporarily_on_device
 from .pipeline_components import JOINT_ATTENTION_LAYERS, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
+from .sequential_offload import temporarily_on_device
 from .text_encoders import TextEncoder, TextEncoders
 from .video_backbone import (
     ConditioningTensors,

@@ -14,9 +14,9 @@ from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Placement
 from .checkpoint_keys import TensorShapes
 from .component_configs import ComponentConfigs
-from .lending import temporarily_on_device
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
+from .sequential_offload import temporarily_on_device
 from .text_encoders import TextEncoders, disable_autocast
 from .video_backbone import (
     ConditioningTensors,

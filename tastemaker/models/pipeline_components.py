@@ -27,8 +27,8 @@ from .component_configs import ComponentConfigs
 from .deferred_loading import defer_weights, open_folder
 from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
-from .nets.parallel_group_norm import parallelize_group_norms
-from .nets.wide_head_attention import speed_up_wide_heads
+from .nets.split_group_norm import use_split_group_norms
+from .nets.wide_head_attention import use_wide_head_attention
 from .pretrained import (
     PIPELINE_INDEX,
     WeightsSource,
@@ -263,8 +263,8 @@ class PipelineComponents:
         net = self._load_diffusers(component, network_class, self.placement.dtype, None)
         with silence_libraries():  # diffusers warns about modules to keep in float32, of which there are none
             net = (net if self.full_size else net.to(self.placement.device)).eval().requires_grad_(False)
-        parallelize_group_norms(net)
-        speed_up_wide_heads(net)
+        use_split_group_norms(net)
+        use_wide_head_attention(net)
         if gradient_checkpointing:
             net.enable_gradient_checkpointing()
         return net

@@ -22,11 +22,11 @@ from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
 from .image_backbone import predict_by_layout, read_source_images, resize_and_center_crop, resize_with_lanczos
 from .latent_packing import pack_latents
-from .lending import temporarily_on_device
 from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, silence_libraries
 from .qwen_image import CONFIGS, QwenImageBackbone, QwenImageSpec, Side
 from .qwen_image import TINY_CONFIGS as QWEN_IMAGE_TINY
+from .sequential_offload import temporarily_on_device
 from .text_encoders import CachedTextEncoder, TextEncoders, disable_autocast
 
 MAX_SOURCES = 3

@@ -24,10 +24,10 @@ from .image_backbone import (
     cast_to_network_dtype,
     check_image_size,
 )
-from .lending import temporarily_on_device
 from .pipeline_components import TINY, PublishedModel
 from .pretrained import WeightsSource
 from .sd15 import LATENT_CHANNELS
+from .sequential_offload import temporarily_on_device
 from .text_encoders import disable_autocast
 from .video_backbone import VIDEO_TRAITS, DecodeFrames, FrozenVideoVae, VideoSide, VideoSpec, check_clip_shape
 

@@ -15,7 +15,7 @@ from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
 from ..core.types import Metadata, Placement, Prompts
 from ..data.embedding_store import EmbeddingsByPrompt, open_embedding_store
-from .lending import temporarily_on_device
+from .sequential_offload import temporarily_on_device
 
 MAX_CACHED_PROMPTS = 1024  # one prompt of FLUX takes 4 MB of CPU memory
 ENCODE_BATCH_SIZE = 16  # prompts per call of the text encoders
@@ -49,8 +49,8 @@ class ByteTokenizer:
 class TextEncoder:
     """A frozen transformers text encoder with its tokenizer; prompts are truncated or padded to `max_length` tokens.
 
-    The network stays on the CPU and visits `device` for each call, layer by layer: beside a network in training there
-    is seldom room.
+    The network stays on the CPU and is moved to `device` for each call, layer by layer: beside a network in training
+    there is seldom room.
     """
 
     net: Any

@@ -19,9 +19,9 @@ from ..rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
 from .component_configs import CLIP_H_VISION, ComponentConfigs
 from .condition_images import ConditionImageEncoder, prompt_images
 from .image_backbone import resize_and_center_crop
-from .lending import temporarily_on_device
 from .pipeline_components import ATTENTION_LAYERS, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
+from .sequential_offload import temporarily_on_device
 from .text_encoders import disable_autocast
 from .video_backbone import ConditioningTensors
 from .wan import TEMPORAL_RATIO, TINY_CONFIGS, TINY_TRANSFORMER, WAN_5B, WAN_14B, WanBackbone, WanSpec

@@ -19,7 +19,6 @@ from tastemaker.data.embedding_store import ShardedEmbeddingStore
 from tastemaker.models import image_backbone, pipeline_components
 from tastemaker.models.flux import FluxSpec
 from tastemaker.models.flux_kontext import FluxKontextSpec
-from tastemaker.models.lending import temporarily_on_device
 from tastemaker.models.pipeline_components import PipelineComponents, fill_random, load_tensors, parameters_on_meta
 from tastemaker.models.pretrained import WeightsSource
 from tastemaker.models.qwen_image import QwenImageSpec
@@ -27,6 +26,7 @@ from tastemaker.models.qwen_image_edit import QwenImageEditSpec
 from tastemaker.models.sd3 import Sd3Spec
 from tastemaker.models.sd15 import Sd15Spec
 from tastemaker.models.sdxl import SdxlSpec
+from tastemaker.models.sequential_offload import temporarily_on_device
 
 
 @pytest.mark.parametrize(

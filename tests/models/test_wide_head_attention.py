@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from diffusers.models import attention_processor
 
 from tastemaker.models.nets import wide_head_attention as module
-from tastemaker.models.nets.wide_head_attention import WideHeadProcessor, speed_up_wide_heads, wide_head_attention
+from tastemaker.models.nets.wide_head_attention import WideHeadProcessor, use_wide_head_attention, wide_head_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,7 +43,7 @@ def test_decoder_uses_it_for_wide_heads_only(monkeypatch: pytest.MonkeyPatch) ->
     latents, grads = torch.randn(1, 4, 5, 6), []
     for limit in (256, 8):  # heads have 16 channels
         monkeypatch.setattr(module, "MAX_FUSED_HEAD", limit)
-        speed_up_wide_heads(vae)
+        use_wide_head_attention(vae)
         leaf = latents.clone().requires_grad_()
         vae.decode(leaf).sample.square().mean().backward()
         grads.append(leaf.grad)

@@ -97,7 +97,7 @@ class WideHeadProcessor:
         return out
 
 
-def speed_up_wide_heads(net: nn.Module) -> None:
+def use_wide_head_attention(net: nn.Module) -> None:
     """Let attention layers of diffusers with wide heads use the faster gradient."""
     from diffusers.models.attention_processor import Attention  # a large library, which loading a network has imported
 

@@ -1,7 +1,10 @@
-"""Frozen networks in host memory that visit the device of the training, layer by layer.
+"""Sequential offload of frozen networks: in host memory, and on the device of the training layer by layer.
 
-Large text encoders take more memory than what is left beside a network in training. Each of their layers therefore
-visits the device for its own call only; what is used between layers, such as embeddings, visits for the whole call.
+Large text encoders take more memory than what is left beside a network in training. Each of their layers is therefore
+on the device during its own call only; what is used between layers, such as embeddings, during the whole call.
+
+The group offloading of diffusers finds lists of layers only at the top of a network, not within the encoders of
+transformers, and copies weights back to the host. Here nothing is copied back, and the network stays as it was.
 """
 
 from __future__ import annotations
@@ -14,42 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MIN_LAYERS_SHARE = 0.5  # of a network's bytes in its longest list of layers; below that it visits as a whole
+MIN_LAYERS_SHARE = 0.5  # of a network's bytes in its largest list of layers; below that it is moved as a whole
 
 
 @contextmanager
 def temporarily_on_device(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Lend a frozen CPU network to a device for the calls within the block, without copying it back."""
-    layers = visiting_layers(net)
-    visits = [_Visit(_tensors_of(layer), device) for layer in layers]
-    whole = _Visit(_tensors_of(net) - set().union(*(visit.tensors for visit in visits)), device)
+    """Let a frozen CPU network compute on a device within the block."""
+    layers = offloaded_layers(net)
+    groups = [_Onloaded(_tensors_of(layer), device) for layer in layers]
+    rest = _Onloaded(_tensors_of(net) - set().union(*(group.tensors for group in groups)), device)
     handles: list[Any] = []
     try:
-        whole.begin()
-        for layer, visit in zip(layers, visits, strict=True):
-            handles.append(layer.register_forward_pre_hook(visit.begin))
-            handles.append(layer.register_forward_hook(visit.end, always_call=True))
+        rest.onload()
+        for layer, group in zip(layers, groups, strict=True):
+            handles.append(layer.register_forward_pre_hook(group.onload))
+            handles.append(layer.register_forward_hook(group.offload, always_call=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
-        whole.end()
+        for group in (*groups, rest):
+            group.offload()
 
 
-class _Visit:
+class _Onloaded:
     """Tensors that are on a device for a while; their data in host memory are kept."""
 
     def __init__(self, tensors: set[Tensor], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
         self.host_data: dict[Tensor, Tensor] = {}
 
-    def begin(self, *_: Any) -> None:
+    def onload(self, *_: Any) -> None:
         for tensor in self.tensors:
             if tensor.device != self.device:
                 self.host_data[tensor] = tensor.data
                 tensor.data = tensor.data.to(self.device)
 
-    def end(self, *_: Any) -> None:
+    def offload(self, *_: Any) -> None:
         """Take the data of the host again. What kernels still read is not overwritten before they have ended."""
         for tensor, data in self.host_data.items():
             tensor.data = data
@@ -60,10 +64,10 @@ def _tensors_of(module: nn.Module) -> set[Tensor]:
     return {*module.parameters(), *module.buffers()}
 
 
-def visiting_layers(net: nn.Module) -> list[nn.Module]:
-    """The layers that visit one at a time: the largest list of modules, if it holds most of the network.
+def offloaded_layers(net: nn.Module) -> list[nn.Module]:
+    """The layers that are moved one at a time: the largest list of modules, if it holds most of the network.
 
-    Layers that share weights with each other or with the rest of the network visit with the rest.
+    Layers that share weights with each other or with the rest of the network are moved with the rest.
     """
     lists = [module for module in net.modules() if isinstance(module, nn.ModuleList)]
     largest = max(lists, key=lambda module: _count_bytes(_tensors_of(module)), default=None)
@@ -89,7 +93,7 @@ def _count_bytes(tensors: set[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def visiting_bytes(net: nn.Module) -> int:
-    """Most bytes of a network that are on the device at once while it visits."""
-    own = [_tensors_of(layer) for layer in visiting_layers(net)]
+def max_device_bytes(net: nn.Module) -> int:
+    """Most bytes of a network that are on the device at once while it computes there."""
+    own = [_tensors_of(layer) for layer in offloaded_layers(net)]
     return _count_bytes(_tensors_of(net) - set().union(*own)) + max(map(_count_bytes, own), default=0)

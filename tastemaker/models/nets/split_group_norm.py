@@ -6,14 +6,20 @@ most of a GPU idle. On an H200 this took half of the time of FLUX's decoder at 7
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-MIN_PIXELS = 4096  # of a plane; smaller ones are as fast with PyTorch's kernel
-MAX_GROUPS = 256  # of all samples together; with more of them PyTorch's kernel keeps a GPU busy
+MIN_PIXELS = 4096  # of a plane: a tile of the kernels
+MAX_GROUPS = 256  # of all samples together: with more, PyTorch's kernel has work for every multiprocessor
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 class _GroupNormFunction(torch.autograd.Function):
@@ -21,7 +27,7 @@ class _GroupNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        from . import parallel_group_norm_triton as kernels
+        from . import split_group_norm_triton as kernels
 
         out, moments = kernels.normalize(x, groups, weight, bias, eps)
         ctx.save_for_backward(x, weight, moments)
@@ -29,22 +35,22 @@ class _GroupNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        from . import parallel_group_norm_triton as kernels
+        from . import split_group_norm_triton as kernels
 
         x, weight, moments = ctx.saved_tensors
         return kernels.gradient(grads[0].contiguous(), x, moments, weight), None, None, None, None
 
 
-class ParallelGroupNorm(nn.GroupNorm):
-    """Group norm whose statistics are computed by many programs, where that is faster."""
+class SplitGroupNorm(nn.GroupNorm):
+    """Group norm that splits each group over many programs, where that is faster."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.is_parallel(input):
+        if not self.can_split(input):
             return super().forward(input)
         out: Tensor = _GroupNormFunction.apply(input, self.num_groups, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
         return out
 
-    def is_parallel(self, x: Tensor) -> bool:
+    def can_split(self, x: Tensor) -> bool:
         """Whether x [B, C, ...] is an input of few large groups on a GPU with Triton, and only x needs a gradient."""
         return (
             x.device.type == "cuda"
@@ -52,14 +58,14 @@ class ParallelGroupNorm(nn.GroupNorm):
             and not self.weight.requires_grad
             and x.is_contiguous()
             and len(x) * self.num_groups <= MAX_GROUPS
-            and x[0, 0].numel() >= MIN_PIXELS
+            and x.shape[2:].numel() >= MIN_PIXELS
             and not torch.is_autocast_enabled(x.device.type)  # which computes norms in float32
             and not torch.compiler.is_compiling()
-            and find_spec("triton") is not None
+            and has_triton()
         )
 
 
-def parallelize_group_norms(net: nn.Module) -> None:
+def use_split_group_norms(net: nn.Module) -> None:
     """Replace the group norms of a frozen network; parameters and their names stay."""
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
@@ -67,7 +73,7 @@ def parallelize_group_norms(net: nn.Module) -> None:
                 setattr(parent, name, _replace(child))
 
 
-def _replace(norm: nn.GroupNorm) -> ParallelGroupNorm:
-    other = ParallelGroupNorm(norm.num_groups, norm.num_channels, norm.eps, norm.affine, device="meta")
+def _replace(norm: nn.GroupNorm) -> SplitGroupNorm:
+    other = SplitGroupNorm(norm.num_groups, norm.num_channels, norm.eps, norm.affine, device="meta")
     other.weight, other.bias = norm.weight, norm.bias
     return other.train(norm.training)

@@ -1,4 +1,4 @@
-"""Networks visit a device layer by layer: at no time are two of their layers there, and they end as they began."""
+"""Networks compute on a device layer by layer: at no time are two of their layers there, and they end as they were."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
-from tastemaker.models import lending
-from tastemaker.models.lending import temporarily_on_device, visiting_bytes, visiting_layers
+from tastemaker.models import sequential_offload
+from tastemaker.models.sequential_offload import max_device_bytes, offloaded_layers, temporarily_on_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -21,24 +21,24 @@ def small_t5() -> T5EncoderModel:
     return T5EncoderModel(config).eval().requires_grad_(False)
 
 
-class Present(lending._Visit):
-    """Visits of a device that is none: what would be there is only noted."""
+class Present(sequential_offload._Onloaded):
+    """Tensors that stay where they are: what would be on the device is only noted."""
 
     tensors_there: set[Tensor]
 
-    def begin(self, *_: Any) -> None:
+    def onload(self, *_: Any) -> None:
         Present.tensors_there |= self.tensors
 
-    def end(self, *_: Any) -> None:
+    def offload(self, *_: Any) -> None:
         Present.tensors_there -= self.tensors
 
 
-def test_one_layer_visits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_is_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     net, ids, seen = small_t5(), torch.tensor([[1, 2, 3]]), list[int]()
     expected = net(ids).last_hidden_state
     Present.tensors_there = set()
-    monkeypatch.setattr(lending, "_Visit", Present)
-    layers = visiting_layers(net)
+    monkeypatch.setattr(sequential_offload, "_Onloaded", Present)
+    layers = offloaded_layers(net)
     assert layers == list(net.encoder.block)
 
     def check(module: nn.Module, *_: Any) -> None:
@@ -57,7 +57,7 @@ def test_one_layer_visits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failing_calls_take_their_layer_back(monkeypatch: pytest.MonkeyPatch) -> None:
     net = small_t5()
     Present.tensors_there = set()
-    monkeypatch.setattr(lending, "_Visit", Present)
+    monkeypatch.setattr(sequential_offload, "_Onloaded", Present)
     with pytest.raises(IndexError), temporarily_on_device(net, torch.device("cuda")):
         net(torch.tensor([[99]]))
     with pytest.raises(RuntimeError), temporarily_on_device(net, torch.device("cuda")):
@@ -75,12 +75,12 @@ def test_tensors_are_those_of_the_host_again() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
-def test_only_layers_of_their_own_visit_apart() -> None:
+def test_only_layers_with_weights_of_their_own_are_moved_apart() -> None:
     net = nn.Module()
     net.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
     net.head = nn.Linear(8, 8, bias=False)
-    assert visiting_bytes(net) == 2 * 4 * 64  # the head and one layer
+    assert max_device_bytes(net) == 2 * 4 * 64  # the head and one layer
     net.head.weight = net.layers[0].weight  # type: ignore[union-attr, assignment]
-    assert visiting_layers(net) == list(net.layers)[1:]
+    assert offloaded_layers(net) == list(net.layers)[1:]
     small = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(50, 50))
-    assert visiting_layers(small) == [] and visiting_layers(nn.Linear(2, 2)) == []
+    assert offloaded_layers(small) == [] and offloaded_layers(nn.Linear(2, 2)) == []

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tastemaker.models.nets import parallel_group_norm
-from tastemaker.models.nets.parallel_group_norm import ParallelGroupNorm, parallelize_group_norms
+from tastemaker.models.nets import split_group_norm
+from tastemaker.models.nets.split_group_norm import SplitGroupNorm, use_split_group_norms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -24,7 +24,7 @@ KERNELS = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), rea
     ("shape", "groups"), [((2, 12, 5, 7), 4), ((1, 32, 90, 93), 8), ((1, 6, 3, 64, 130), 2), ((1, 2, 300, 301), 1)]
 )
 def test_output_and_gradient_are_those_of_pytorch(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
-    from tastemaker.models.nets import parallel_group_norm_triton as kernels
+    from tastemaker.models.nets import split_group_norm_triton as kernels
 
     torch.manual_seed(0)
     x = (2 * torch.randn(shape, device=DEVICE) + 30).to(dtype)  # a mean that squares of float32 would not survive
@@ -48,8 +48,8 @@ def test_module_passes_the_gradient_on(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for parallel in (False, True):
         if parallel:
-            parallelize_group_norms(net)
-            monkeypatch.setattr(ParallelGroupNorm, "is_parallel", lambda *_: True)
+            use_split_group_norms(net)
+            monkeypatch.setattr(SplitGroupNorm, "can_split", lambda *_: True)
         leaf = x.clone().requires_grad_()
         out = net(leaf)
         out.square().mean().backward()
@@ -62,16 +62,16 @@ def test_norms_are_replaced_with_their_parameters() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.GroupNorm(4, 8, 1e-3), nn.GroupNorm(2, 8, affine=False)))
     x, before = torch.randn(2, 3, 9, 9), dict(net.named_parameters())
     expected = net(x)
-    parallelize_group_norms(net)
-    assert [type(module) for module in net[1]] == [ParallelGroupNorm] * 2
+    use_split_group_norms(net)
+    assert [type(module) for module in net[1]] == [SplitGroupNorm] * 2
     assert {name: id(p) for name, p in net.named_parameters()} == {name: id(p) for name, p in before.items()}
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
 
 
 def test_cpu_and_small_inputs_use_pytorch() -> None:
-    norm = ParallelGroupNorm(4, 8).requires_grad_(False)
-    assert not norm.is_parallel(torch.randn(1, 8, 70, 70))
+    norm = SplitGroupNorm(4, 8).requires_grad_(False)
+    assert not norm.can_split(torch.randn(1, 8, 70, 70))
     if torch.cuda.is_available():
-        assert norm.is_parallel(torch.randn(1, 8, 70, 70, device="cuda"))
-        assert not norm.is_parallel(torch.randn(1, 8, 9, 9, device="cuda"))
-        assert not norm.is_parallel(torch.randn(1 + parallel_group_norm.MAX_GROUPS // 4, 8, 70, 70, device="cuda"))
+        assert norm.can_split(torch.randn(1, 8, 70, 70, device="cuda"))
+        assert not norm.can_split(torch.randn(1, 8, 9, 9, device="cuda"))
+        assert not norm.can_split(torch.randn(1 + split_group_norm.MAX_GROUPS // 4, 8, 70, 70, device="cuda"))
